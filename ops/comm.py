@@ -1,0 +1,86 @@
+"""The tensor-parallel group: collectives whose sums have one order on every backend.
+
+all_reduce: element = dtype(sum over ranks, ascending, of fp32(partial)), the same for gloo and
+for the GPU paths to come (DESIGN: one answer). A group is handed to layers by their constructor;
+nothing asks a global for its rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_DIGEST_MASK = (1 << 62) - 1
+_KIND = {"all_reduce": 1, "max": 2, "gather": 3}
+
+
+class PeerLost(RuntimeError):
+    """A collective broke because another rank went away: never the root cause of a failure."""
+
+
+class Group:
+    """`size` ranks that compute one model together; this process is `rank` of them.
+
+    `digest` is a rolling hash over (sequence, collective, number of elements). It is equal on
+    every rank after every step, or the ranks have run different collectives.
+    """
+
+    def __init__(self, rank: int, size: int, process_group: dist.ProcessGroup | None) -> None:
+        self.rank = rank
+        self.size = size
+        self.digest = 0
+        self._process_group = process_group
+        self._sequence = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum `x` (any shape, float dtype) over the ranks and return it; `x` is left alone.
+
+        Summed in fp32 by ascending rank and rounded once to the dtype of `x`, so that every rank
+        holds the same bits. Raises PeerLost.
+        """
+        self._note("all_reduce", x.numel())
+        if self.size == 1:
+            return x
+        parts = self._gather(x)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part
+        return total.to(x.dtype)
+
+    def max(self, x: Tensor) -> Tensor:
+        """Return the elementwise maximum of the int64 tensor `x` over the ranks."""
+        self._note("max", x.numel())
+        if self.size == 1:
+            return x
+        return torch.stack(self._gather(x)).amax(0)
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Return every rank's `x` (one shape on all ranks), in rank order."""
+        self._note("gather", x.numel())
+        return [x] if self.size == 1 else self._gather(x)
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._guarded(lambda: dist.all_gather(parts, x.contiguous(), group=self._process_group))
+        return parts
+
+    def _guarded(self, collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:
+            raise PeerLost(
+                f"collective {self._sequence} failed on rank {self.rank}: {error}"
+            ) from error
+
+    def _note(self, kind: str, numel: int) -> None:
+        self._sequence += 1
+        mixed = (self.digest * 1_000_003) ^ (self._sequence * 8 + _KIND[kind]) ^ (numel << 20)
+        self.digest = mixed & _DIGEST_MASK
+
+
+def solo_group() -> Group:
+    """The group of a model that is not cut."""
+    return Group(0, 1, None)

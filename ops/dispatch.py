@@ -1,0 +1,77 @@
+"""Which implementation serves each op on a device: resolved once, at load.
+
+Models and workers are handed one `Ops` and call its fields; a call costs an attribute lookup.
+`use(name=function)` replaces ops for whatever is resolved inside it: tests plant faults and
+bisect with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.ops import attention, exactness, linear
+from unisono.ops.reference import activation, embedding, norm, rotary, sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """The arithmetic of one device and dtype. Contracts: the docstring of each function."""
+
+    pack_linear: Callable[[Tensor], linear.Linear]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    silu_and_mul: Callable[[Tensor], Tensor]
+    apply_rope: Callable[[Tensor, Tensor, Tensor], Tensor]
+    embed_shard: Callable[[Tensor, Tensor, int], Tensor]
+    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    plan_attention: Callable[..., attention.AttentionPlan]
+    paged_attention: Callable[..., Tensor]
+    argmax_keys: Callable[[Tensor, int, int], Tensor]
+    unpack_keys: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+_overrides: ContextVar[dict[str, Any]] = ContextVar("op overrides", default={})  # noqa: B039
+
+
+def resolve(device: torch.device, head_dim: int) -> Ops:
+    """Return the ops of `device`, with the start-up proofs of `ops/exactness.py` made.
+
+    Raises ValueError for a device type that has no ops.
+    """
+    if device.type != "cpu":
+        raise ValueError(f"device {device.type!r} has no ops; this version computes on: cpu")
+    ops = Ops(
+        pack_linear=partial(linear.pack_linear, proven={}),
+        rms_norm=norm.rms_norm,
+        silu_and_mul=activation.silu_and_mul,
+        apply_rope=rotary.apply_rope,
+        embed_shard=embedding.embed_shard,
+        write_kv=attention.write_kv,
+        plan_attention=attention.plan_attention,
+        paged_attention=partial(
+            attention.paged_attention, threads=exactness.attention_threads(head_dim)
+        ),
+        argmax_keys=sampling.argmax_keys,
+        unpack_keys=sampling.unpack_keys,
+    )
+    return replace(ops, **_overrides.get())
+
+
+@contextmanager
+def use(**functions: Callable[..., Any]) -> Iterator[None]:
+    """Have `resolve` return these ops instead of its own while the block runs."""
+    known = {field.name for field in fields(Ops)}
+    if unknown := sorted(set(functions) - known):
+        raise ValueError(f"no op named {', '.join(unknown)}; ops: {', '.join(sorted(known))}")
+    token = _overrides.set({**_overrides.get(), **functions})
+    try:
+        yield
+    finally:
+        _overrides.reset(token)

@@ -1,0 +1,57 @@
+"""Collectives: the order of the sums, and the rolling hash."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.closeness import assert_same_bits
+from tests.rig import run_ranks
+from unisono.ops.comm import Group, solo_group
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_all_reduce_sums_by_ascending_rank_in_fp32(ranks: int, dtype: torch.dtype) -> None:
+    parts = [(torch.randn(5, 33) * 10**rank).to(dtype) for rank in range(ranks)]
+    want = parts[0].float()
+    for part in parts[1:]:
+        want = want + part.float()
+    for got in run_ranks(ranks, lambda group: group.all_reduce(parts[group.rank])):
+        assert_same_bits("sum", got, want.to(dtype))
+
+
+def test_all_reduce_leaves_its_input_alone() -> None:
+    def body(group: Group) -> bool:
+        x = torch.ones(3)
+        group.all_reduce(x)
+        return bool((x == 1).all())
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_max_and_gather() -> None:
+    def body(group: Group) -> tuple[list[int], list[int]]:
+        x = torch.tensor([group.rank, -group.rank])
+        return group.max(x).tolist(), [int(part[0]) for part in group.gather(x)]
+
+    assert run_ranks(3, body) == [([2, 0], [0, 1, 2])] * 3
+
+
+def test_digest_tells_kind_size_and_order_apart() -> None:
+    def digest(*calls: tuple[str, int]) -> int:
+        group = solo_group()
+        for kind, size in calls:
+            getattr(group, kind)(torch.zeros(size, dtype=torch.int64))
+        return group.digest
+
+    same = digest(("all_reduce", 8), ("max", 4))
+    assert digest(("all_reduce", 8), ("max", 4)) == same
+    others = {
+        digest(("max", 4), ("all_reduce", 8)),
+        digest(("all_reduce", 8), ("max", 5)),
+        digest(("all_reduce", 8), ("gather", 4)),
+        digest(("all_reduce", 8)),
+    }
+    assert len(others) == 4
+    assert same not in others
