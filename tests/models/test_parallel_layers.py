@@ -1,0 +1,126 @@
+"""Parallel layers against the unsharded formula: cuts, merges, and the bias that is added once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.closeness import assert_close
+from tests.rig import run_ranks
+from unisono.models.interface import Build
+from unisono.models.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from unisono.models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from unisono.models.partition import Partition
+from unisono.ops import dispatch
+from unisono.ops.comm import Group, PeerLost
+
+CPU = torch.device("cpu")
+RANKS = [1, 2, 3, 4]
+
+
+def build(group: Group, dtype: torch.dtype = torch.float32) -> Build:
+    return Build(dispatch.resolve(CPU, 8), group, dtype, CPU)
+
+
+def row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) -> list[Tensor]:
+    cut = Partition.even(weight.shape[1], ranks)
+
+    def body(group: Group) -> Tensor:
+        start, stop = cut.ranges[group.rank]
+        layer = RowParallelLinear(
+            build(group), "down", stop - start, weight.shape[0], bias is not None
+        )
+        for name, target in layer.targets("m."):
+            target.copy_(weight[:, start:stop] if name == "m.down.weight" else bias)
+        layer.pack()
+        return layer(x[:, start:stop].contiguous())
+
+    return run_ranks(ranks, body)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("rows", [1, 7])
+def test_row_bias_of_1000_is_added_once(ranks: int, rows: int) -> None:
+    x, weight = torch.randn(rows, 13), torch.randn(9, 13)
+    bias = torch.full((9,), 1000.0)
+    want = (x.double() @ weight.double().T + 1000.0).float()
+    ulp = 1000.0 * torch.finfo(torch.float32).eps
+    for got in row_parallel(x, weight, bias, ranks):
+        assert float((got - want).abs().max()) <= 2 * ulp
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_row_without_bias(ranks: int) -> None:
+    x, weight = torch.randn(5, 13), torch.randn(9, 13)
+    results = row_parallel(x, weight, None, ranks)
+    assert_close("rows", results[0], x @ weight.T, 1e-6)
+    assert all(torch.equal(result, results[0]) for result in results), "ranks hold other bits"
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_column_parts_keep_their_own_cut_and_bias(ranks: int) -> None:
+    """q, k and v of odd sizes are cut one by one, never as one block."""
+    sizes = {"q": 12, "k": 4, "v": 8}
+    weights = {name: torch.randn(rows, 5) for name, rows in sizes.items()}
+    biases = {name: torch.randn(rows) for name, rows in sizes.items()}
+    x = torch.randn(6, 5)
+
+    def body(group: Group) -> dict[str, Tensor]:
+        cuts = {
+            name: Partition.even(rows, ranks).ranges[group.rank] for name, rows in sizes.items()
+        }
+        parts = {name: stop - start for name, (start, stop) in cuts.items()}
+        layer = ColumnParallelLinear(build(group), 5, parts, bias=True)
+        for name, target in layer.targets(""):
+            part, kind = name.split(".")
+            start, stop = cuts[part]
+            target.copy_((weights if kind == "weight" else biases)[part][start:stop])
+        layer.pack()
+        return dict(zip(parts, layer(x).split(list(parts.values()), dim=1), strict=True))
+
+    results = run_ranks(ranks, body)
+    for name in sizes:
+        got = torch.cat([result[name] for result in results], dim=1)
+        assert_close(name, got, x @ weights[name].T + biases[name], 1e-6)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_vocabulary_shards(ranks: int, dtype: torch.dtype) -> None:
+    vocab = Partition.even(1003, ranks, 64)
+    table = torch.randn(1003, 12).to(dtype)
+    ids = torch.tensor([0, 63, 64, 500, 1002])
+    hidden = torch.randn(5, 12).to(dtype)
+
+    def body(group: Group) -> tuple[Tensor, Tensor]:
+        start, stop = vocab.ranges[group.rank]
+        embedding = VocabParallelEmbedding(build(group, dtype), vocab, 12)
+        embedding.weight.copy_(table[start:stop])
+        head = VocabParallelHead(build(group, dtype), vocab, 12)
+        head.pack(embedding.weight)
+        return embedding(ids), head(hidden)
+
+    results = run_ranks(ranks, body)
+    for embedded, _ in results:
+        assert torch.equal(embedded, table[ids])
+    logits = torch.cat([part for _, part in results], dim=1)
+    assert logits.dtype == torch.float32
+    assert_close("logits", logits, hidden.float() @ table.float().T, 1e-6)
+
+
+def test_a_broken_collective_is_a_consequence_not_a_cause() -> None:
+    class Broken(Group):
+        def _gather(self, x: Tensor) -> list[Tensor]:
+            def fail() -> None:
+                raise RuntimeError("connection closed by peer")
+
+            self._guarded(fail)
+            return [x]
+
+    layer = RowParallelLinear(build(Broken(1, 2, None)), "o", 4, 4, bias=False)
+    for _, target in layer.targets(""):
+        target.zero_()
+    layer.pack()
+    with pytest.raises(PeerLost, match="collective 1 failed on rank 1: connection closed"):
+        layer(torch.zeros(1, 4))
