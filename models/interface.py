@@ -1,0 +1,49 @@
+"""What a model is given and what it asks for: the contract between workers and models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unisono.ops.attention import AttentionPlan
+from unisono.ops.comm import Group
+from unisono.ops.dispatch import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What every layer is built with: where it lives, how it computes, whom it meets."""
+
+    ops: Ops
+    group: Group
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> Tensor:
+        """Uninitialised weights; the ledger proves that they are filled."""
+        return torch.empty(*shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The tokens of one step. T tokens; the model sees positions and metadata, never phases."""
+
+    token_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64, of each token in its request."""
+    slot_mapping: Tensor
+    """[T] int64, block * BLOCK_SIZE + offset: where each token's KV goes."""
+    attention: Mapping[int, AttentionPlan]
+    """By sliding window (0: none), one for each window that the model uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """The paged KV of one layer: [blocks, kv_heads, BLOCK_SIZE, head_dim] each."""
+
+    k: Tensor
+    v: Tensor

@@ -1,0 +1,85 @@
+"""Parallel linear layers. The name says how a layer is cut, the constructor takes its group.
+
+Shape letters: T tokens, I input channels, O output channels of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from unisono.models.interface import Build
+from unisono.ops.linear import Linear
+
+
+class _Linear:
+    """A weight that is filled from the checkpoint, then packed for the device."""
+
+    def __init__(self, build: Build, in_features: int, out_features: int, bias: bool) -> None:
+        self._build = build
+        self.weight: Tensor | None = build.empty(out_features, in_features)
+        self.bias: Tensor | None = build.empty(out_features) if bias else None
+        self._product: Linear | None = None
+
+    def pack(self) -> None:
+        """Hand the loaded weight to the device's format and drop the plain copy."""
+        assert self.weight is not None
+        self._product = self._build.ops.pack_linear(self.weight)
+        self.weight = None
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T of this rank, [T, I] -> [T, O], without bias."""
+        assert self._product is not None, "pack() comes first"
+        return self._product(x)
+
+
+class ColumnParallelLinear(_Linear):
+    """Output rows are cut, W = [W_1; ...; W_p] and b with them; no communication.
+
+    `parts` merges several projections of one input into one product: checkpoint name -> rows of
+    this rank, in the order of the output.
+    """
+
+    def __init__(
+        self, build: Build, in_features: int, parts: Mapping[str, int], bias: bool
+    ) -> None:
+        super().__init__(build, in_features, sum(parts.values()), bias)
+        self.parts = dict(parts)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names under `prefix` and where each is to be written."""
+        assert self.weight is not None
+        start = 0
+        for name, rows in self.parts.items():
+            yield f"{prefix}{name}.weight", self.weight[start : start + rows]
+            if self.bias is not None:
+                yield f"{prefix}{name}.bias", self.bias[start : start + rows]
+            start += rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """y_r = x W_r^T + b_r, [T, I] -> [T, O]."""
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias
+
+
+class RowParallelLinear(_Linear):
+    """Input columns are cut, W = [W_1 ... W_p]: the sum over ranks first, then the bias, once."""
+
+    def __init__(
+        self, build: Build, name: str, in_features: int, out_features: int, bias: bool
+    ) -> None:
+        super().__init__(build, in_features, out_features, bias)
+        self.name = name
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names under `prefix` and where each is to be written."""
+        assert self.weight is not None
+        yield f"{prefix}{self.name}.weight", self.weight
+        if self.bias is not None:
+            yield f"{prefix}{self.name}.bias", self.bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """y = sum_r x_r W_r^T + b on every rank, [T, I of this rank] -> [T, O]."""
+        y = self._build.group.all_reduce(self.product(x))
+        return y if self.bias is None else y + self.bias
