@@ -1,0 +1,37 @@
+"""What a worker is told before it starts. Frozen; nothing is written back. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unisono.models.config import ModelConfig
+
+BLOCK_SIZE = 64
+"""Tokens in one KV block; also the key tile of attention (ops/attention.py)."""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One rank's orders, the same on every rank."""
+
+    model_path: str
+    """A checkpoint directory or a GGUF file."""
+    model: ModelConfig
+    tp: int = 1
+    """Tensor-parallel ranks: one worker process each."""
+    dtype: str = "auto"
+    """Activations and weights: float32, bfloat16 or float16; auto: the checkpoint's own on a
+    GPU, float32 on the CPU."""
+    device: str = "auto"
+    """cpu or cuda; auto: cuda where a GPU is visible."""
+    max_model_len: int = 0
+    """Most tokens of one request, prompt and answer together; 0: what the model was made for."""
+    max_requests: int = 32
+    """Requests that run at the same time."""
+    kv_tokens: int = 0
+    """Tokens the KV cache holds; 0: what --max-requests can fill, within a quarter of the free
+    memory."""
+    num_token_ids: int = 0
+    """Ids the tokenizer knows; later ones are never chosen. 0: the whole vocabulary."""

@@ -1,0 +1,144 @@
+"""What a worker obeys and answers. Torch-free; every set of messages is closed.
+
+Arrays travel as raw little-endian frames (`array` fields), everything else as msgpack.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class Phase(IntEnum):
+    """What a row of a step is, as the scheduler says; never guessed from a shape."""
+
+    CHUNK = 0
+    """Prompt tokens with more of the prompt to come: no token is sampled."""
+    PROMPT = 1
+    """The last tokens of a prompt: one token is sampled."""
+    DECODE = 2
+    """The newest token of an answer: one token is sampled."""
+
+
+def int32s(values: object = ()) -> array[int]:
+    """An int32 array, the raw form of every list of numbers on the wire."""
+    return array("i", values)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows of one step in batch order, one entry per row in each array.
+
+    Row i computes the tokens at positions [start, start + count) of the request in slot `slot`.
+    """
+
+    slot: array[int] = field(default_factory=int32s)
+    start: array[int] = field(default_factory=int32s)
+    count: array[int] = field(default_factory=int32s)
+    phase: array[int] = field(default_factory=int32s)
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step: changes of the slot table first, then the rows to compute.
+
+    Opened slots: `open_slot[i]` receives `open_length[i]` prompt tokens, concatenated in
+    `open_tokens`. Blocks: `block_id[i]` becomes the next block of slot `block_slot[i]`. An opened
+    slot starts with no blocks, so re-opening a slot is what frees it on the worker.
+    """
+
+    step: int
+    rows: Rows
+    open_slot: array[int] = field(default_factory=int32s)
+    open_length: array[int] = field(default_factory=int32s)
+    open_tokens: array[int] = field(default_factory=int32s)
+    block_slot: array[int] = field(default_factory=int32s)
+    block_id: array[int] = field(default_factory=int32s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocate:
+    """Take KV memory for `num_blocks` blocks beside block 0, the least that any rank offered."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """End after the step in flight."""
+
+
+WORKER_COMMANDS = (Allocate, StepPlan, Shutdown)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """First word of a rank; `config_digest` must be the same on every rank."""
+
+    rank: int
+    pid: int
+    host: str
+    config_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Rank `rank` is in start-up phase `phase`; `done` of `total` bytes where it is loading."""
+
+    rank: int
+    phase: str
+    done: int = 0
+    total: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """Weights are in memory. Capacity is a measured fact: the runtime takes the minimum."""
+
+    rank: int
+    num_blocks: int
+    device: str
+    dtype: str
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """KV memory is taken; steps may come."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """`tokens[i]` belongs to the i-th row of the step that samples (phase PROMPT or DECODE).
+
+    `digest` is the rank's rolling hash over (sequence, collective, size): equal on every rank,
+    or the ranks have diverged.
+    """
+
+    rank: int
+    step: int
+    tokens: array[int]
+    digest: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A rank's own exception. `secondary`: it only saw a peer go (a broken collective)."""
+
+    rank: int
+    phase: str
+    step: int
+    error: str
+    message: str
+    traceback: str
+    secondary: bool = False
+
+
+WORKER_REPORTS = (Hello, Progress, Loaded, Ready, StepResult, Fault)
