@@ -1,0 +1,74 @@
+"""A rank's device and its group: threads, process group, ordered collectives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from unisono.ops.comm import Group, solo_group
+
+_JOIN_TIMEOUT = timedelta(minutes=10)
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that a resolved WorkerConfig names."""
+    return _DTYPES[name]
+
+
+def set_threads(threads: int, environ: Mapping[str, str]) -> None:
+    """Give this rank `threads` CPU threads; 0: the usable cores, shared by the host's ranks."""
+    if threads <= 0:
+        ranks = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+        threads = max(len(os.sched_getaffinity(0)) // ranks, 1)
+    torch.set_num_threads(threads)
+
+
+def open_store(environ: Mapping[str, str]) -> dist.Store:
+    """The rendezvous store of torchrun's environment.
+
+    Rank 0 serves it, on the socket that the launcher bound for it (UNISONO_STORE_FD) where there
+    is one, unless torchrun's agent already does (TORCHELASTIC_USE_AGENT_STORE).
+    """
+    rank = int(environ["RANK"])
+    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    served_here = rank == 0 and not agent
+    listen_fd = int(environ["UNISONO_STORE_FD"]) if "UNISONO_STORE_FD" in environ else None
+    return dist.TCPStore(
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        int(environ["WORLD_SIZE"]),
+        is_master=served_here,
+        timeout=_JOIN_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listen_fd if served_here else None,
+    )
+
+
+def join_group(rank: int, size: int, device: torch.device, store: dist.Store | None) -> Group:
+    """Meet the other ranks; alone, no group is made and no store is needed."""
+    if size == 1:
+        return solo_group()
+    assert store is not None
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("unisono", store),
+        rank=rank,
+        world_size=size,
+        timeout=_JOIN_TIMEOUT,
+    )
+    return Group(rank, size, dist.group.WORLD)
+
+
+def leave_group() -> None:
+    """Take the process group down, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

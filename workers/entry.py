@@ -1,0 +1,97 @@
+"""Where a rank begins: under our launcher, or as a rank of torchrun or srun.
+
+Torch is imported after the rank has reported, so that even a broken installation is told with
+rank and phase.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import replace
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from unisono.workers.channel import Peer, from_json, to_json
+from unisono.workers.orders import WorkerOrders, die_with_parent, read_orders
+from unisono.workers.protocol import WORKER_COMMANDS
+from unisono.workers.reporter import Reporter
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+ORDERS_KEY = "unisono/orders"
+"""Where rank 0 leaves its orders for ranks that no launcher of ours started."""
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """A child of our launcher: orders come over stdin."""
+    orders, parent_pid = read_orders(WorkerOrders)
+    die_with_parent(parent_pid)
+    sys.exit(_run_rank(orders, None))
+
+
+def main_in_cluster() -> None:
+    """A rank >= 1 that torchrun or srun started: orders come from rank 0 through the store."""
+    _quieten_torch()
+    from unisono.workers.device import open_store
+
+    store = open_store(os.environ)
+    orders = from_json(WorkerOrders, store.get(ORDERS_KEY).decode())
+    sys.exit(_run_rank(replace(orders, rank=int(os.environ["RANK"])), store))
+
+
+def _run_rank(orders: WorkerOrders, store: dist.Store | None) -> int:
+    """Obey to the end; return the exit code. The rank's own exception is reported, then 1."""
+    logging.basicConfig(
+        level=orders.log_level.upper(),
+        format=f"%(asctime)s rank {orders.rank} %(levelname)s %(message)s",
+    )
+    with Peer(
+        orders.endpoint, f"rank {orders.rank}", WORKER_COMMANDS, orders.session, orders.curve
+    ) as peer:
+        report = Reporter(peer, orders.rank)
+        report.hello(sha256(to_json(orders.config).encode()).hexdigest())
+        try:
+            report.enter("import torch")
+            _obey(orders, store, peer, report)
+        except Exception as error:
+            log.info("failed in phase %s", report.phase, exc_info=True)
+            report.fault(error, secondary=_is_secondary(error))
+            peer.close()
+            sys.stderr.flush()
+            # A broken group cannot be left politely: its destructor may wait for dead peers.
+            os._exit(1)
+    return 0
+
+
+def _obey(orders: WorkerOrders, store: dist.Store | None, peer: Peer, report: Reporter) -> None:
+    _quieten_torch()
+    from unisono.workers import device
+    from unisono.workers.worker import Worker
+
+    device.set_threads(orders.threads, os.environ)
+    if orders.config.tp > 1 and store is None:
+        report.enter("open the store")
+        store = device.open_store(os.environ)
+        if orders.rank == 0:
+            store.set(ORDERS_KEY, to_json(orders))
+    worker = Worker(orders, peer, report)
+    worker.start(store)
+    worker.run()
+    report.note("leave the group")
+    device.leave_group()
+
+
+def _quieten_torch() -> None:
+    """Torch writes a C++ stack to stderr for each peer that goes; the fault is told without it."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def _is_secondary(error: Exception) -> bool:
+    from unisono.ops.comm import PeerLost
+
+    return isinstance(error, PeerLost)

@@ -1,0 +1,65 @@
+"""One step on one rank: slot changes, forward, tail."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unisono.models.llama import Llama
+from unisono.workers.batch_builder import BatchBuilder, StepInputs
+from unisono.workers.graph_pool import GraphPool
+from unisono.workers.kv_cache import KVCache
+from unisono.workers.protocol import StepPlan
+from unisono.workers.sampler import Sampler
+from unisono.workers.slot_table import SlotTable
+
+
+class ModelRunner:
+    """Runs plans in order. Owns nothing: the buffers belong to `slots` and `cache`."""
+
+    def __init__(
+        self,
+        model: Llama,
+        cache: KVCache,
+        slots: SlotTable,
+        builder: BatchBuilder,
+        sampler: Sampler,
+        graphs: GraphPool,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._slots = slots
+        self._builder = builder
+        self._sampler = sampler
+        self._graphs = graphs
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> list[int]:
+        """Run `plan`; return a token for each of its sampling rows, in row order."""
+        self._apply_changes(plan)
+        inputs = self._builder.build(plan.rows)
+        key = (len(inputs.batch.token_ids), len(plan.rows))
+        hidden = self._graphs.run("forward", key, lambda: self._forward(inputs))
+        if not len(inputs.logits_index):
+            return []
+        tokens: list[int] = self._graphs.run("tail", key, lambda: self._tail(hidden, inputs))
+        return tokens
+
+    def _apply_changes(self, plan: StepPlan) -> None:
+        start = 0
+        for slot, length in zip(plan.open_slot, plan.open_length, strict=True):
+            prompt = torch.tensor(plan.open_tokens[start : start + length], dtype=torch.int64)
+            self._slots.open(slot, prompt)
+            start += length
+        if len(plan.block_id):
+            self._cache.clear(plan.block_id)
+            self._slots.add_blocks(plan.block_slot, plan.block_id)
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        return self._model.forward(inputs.batch, self._cache.layers)
+
+    def _tail(self, hidden: Tensor, inputs: StepInputs) -> list[int]:
+        logits = self._model.logits(hidden.index_select(0, inputs.logits_index))
+        token_ids = self._sampler.sample(logits)
+        self._slots.append(inputs.sample_slots, inputs.sample_positions, token_ids)
+        return token_ids.tolist()

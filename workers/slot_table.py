@@ -1,0 +1,42 @@
+"""State of the running requests on the device: tokens and block tables by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.workers.config import BLOCK_SIZE
+
+
+class SlotTable:
+    """Slots 1 .. num_slots; slot 0 is scratch. Opening a slot forgets its former request.
+
+    token_ids [slots, max_model_len + 1] int64: prompt, then answer, written where it is sampled,
+    so a decode step needs no token from the host. block_table [slots, blocks] int64.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int, device: torch.device) -> None:
+        blocks = -(-max_model_len // BLOCK_SIZE)
+        self.token_ids = torch.zeros(
+            (num_slots + 1, max_model_len + 1), dtype=torch.int64, device=device
+        )
+        self.block_table = torch.zeros((num_slots + 1, blocks), dtype=torch.int64, device=device)
+        self._num_blocks = [0] * (num_slots + 1)
+
+    def open(self, slot: int, prompt_ids: Tensor) -> None:
+        """Give `slot` to a request with these prompt tokens [length]."""
+        self.token_ids[slot, : len(prompt_ids)] = prompt_ids
+        self.block_table[slot] = 0
+        self._num_blocks[slot] = 0
+
+    def add_blocks(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Append blocks[i] to the table of slots[i], in order."""
+        for slot, block in zip(slots, blocks, strict=True):
+            self.block_table[slot, self._num_blocks[slot]] = block
+            self._num_blocks[slot] += 1
+
+    def append(self, slots: Tensor, positions: Tensor, token_ids: Tensor) -> None:
+        """Write sampled tokens [n] at their positions [n]."""
+        self.token_ids[slots, positions] = token_ids

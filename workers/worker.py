@@ -1,0 +1,155 @@
+"""A rank from start to end: phases of the start-up, then the command loop."""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from unisono.models.checkpoint import open_checkpoint
+from unisono.models.interface import Build
+from unisono.models.ledger import fill_weights
+from unisono.models.llama import Llama
+from unisono.models.partition import ModelPartition
+from unisono.models.registry import model_class
+from unisono.ops import dispatch
+from unisono.ops.attention import AttentionShape
+from unisono.ops.comm import Group
+from unisono.workers import device as devices
+from unisono.workers.batch_builder import BatchBuilder
+from unisono.workers.channel import Peer, ProtocolError
+from unisono.workers.config import WorkerConfig
+from unisono.workers.graph_pool import GraphPool
+from unisono.workers.kv_cache import KVCache
+from unisono.workers.memory import available_bytes, block_bytes, offer_blocks
+from unisono.workers.model_runner import ModelRunner
+from unisono.workers.orders import WorkerOrders
+from unisono.workers.protocol import Allocate, Loaded, Ready, Shutdown, StepPlan, StepResult
+from unisono.workers.reporter import Reporter
+from unisono.workers.sampler import Sampler
+from unisono.workers.slot_table import SlotTable
+
+_PROGRESS_EVERY_S = 0.1
+
+
+class Worker:
+    """One rank. `start` loads the model, `run` obeys until Shutdown."""
+
+    def __init__(self, orders: WorkerOrders, peer: Peer, report: Reporter) -> None:
+        self._config: WorkerConfig = orders.config
+        self._rank = orders.rank
+        self._peer = peer
+        self._report = report
+        self._device = torch.device(orders.config.device)
+        self._dtype = devices.torch_dtype(orders.config.dtype)
+        self._partition = ModelPartition.of(orders.config.model, orders.config.tp)
+        self._cache = KVCache(self._partition, self._rank, self._dtype, self._device)
+        self._group: Group
+        self._runner: ModelRunner
+
+    def start(self, store: dist.Store | None) -> None:
+        """Join the group, load the weights, build the runner and offer KV memory."""
+        self._report.enter("join the group")
+        self._group = devices.join_group(self._rank, self._config.tp, self._device, store)
+        self._report.enter("prove exactness")
+        ops = dispatch.resolve(self._device, self._config.model.head_dim)
+        model = self._load(Build(ops, self._group, self._dtype, self._device))
+        self._report.enter("take memory")
+        self._runner = self._build_runner(ops, model)
+        offered = offer_blocks(
+            self._config,
+            block_bytes(self._partition, self._rank, self._dtype),
+            available_bytes(),
+            os.environ,
+        )
+        self._peer.send(
+            Loaded(
+                rank=self._rank,
+                num_blocks=offered,
+                device=str(self._device),
+                dtype=self._config.dtype,
+                weight_bytes=sum(
+                    spec.num_elements * self._dtype.itemsize
+                    for spec in self._partition.weights(self._rank)
+                ),
+            )
+        )
+
+    def run(self) -> None:
+        """Obey commands until Shutdown. An exception leaves with the phase and step noted."""
+        while True:
+            match self._peer.receive(None):
+                case StepPlan() as plan:
+                    self._step(plan)
+                case Allocate(num_blocks=num_blocks):
+                    self._report.enter("take memory")
+                    self._cache.allocate(num_blocks)
+                    self._peer.send(Ready(rank=self._rank))
+                    self._report.note("step")
+                case Shutdown():
+                    return
+                case other:
+                    raise ProtocolError(f"rank {self._rank} got {type(other).__name__}")
+
+    def _step(self, plan: StepPlan) -> None:
+        self._report.step = plan.step
+        began = time.perf_counter()
+        tokens = self._runner.step(plan)
+        self._peer.send(
+            StepResult(
+                rank=self._rank,
+                step=plan.step,
+                tokens=array("i", tokens),
+                digest=self._group.digest,
+                seconds=time.perf_counter() - began,
+            )
+        )
+
+    def _load(self, build: Build) -> Llama:
+        self._report.enter("load weights")
+        config = self._config
+        model: Llama = model_class(config.model.family)(
+            build, self._partition, config.max_model_len
+        )
+        specs = list(self._partition.weights(self._rank))
+        with open_checkpoint(Path(config.model_path)) as checkpoint:
+            fill_weights(specs, model.targets(), checkpoint, self._throttled_progress())
+        self._report.enter("pack weights")
+        with torch.inference_mode():
+            model.pack()
+        return model
+
+    def _build_runner(self, ops: dispatch.Ops, model: Llama) -> ModelRunner:
+        config, partition = self._config, self._partition
+        slots = SlotTable(config.max_requests, config.max_model_len, self._device)
+        shape = AttentionShape(
+            partition.heads.size(self._rank),
+            partition.kv_heads.size(self._rank),
+            config.model.head_dim,
+        )
+        windows = {config.model.window_of(layer) for layer in range(config.model.num_layers)}
+        return ModelRunner(
+            model,
+            self._cache,
+            slots,
+            BatchBuilder(ops, slots, shape, windows),
+            Sampler(ops, self._group, partition, config.num_token_ids),
+            GraphPool(self._device),
+        )
+
+    def _throttled_progress(self) -> Callable[[int, int], None]:
+        last = 0.0
+
+        def report(done: int, total: int) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if done == total or now - last > _PROGRESS_EVERY_S:
+                last = now
+                self._report.progress(done, total)
+
+        return report
