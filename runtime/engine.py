@@ -1,0 +1,107 @@
+"""The loop that decides: drain, plan, send, receive, apply, emit."""
+
+from __future__ import annotations
+
+import time
+from array import array
+
+from unisono.runtime.protocol import (
+    Abort,
+    Delta,
+    Finished,
+    Rejected,
+    RequestRejected,
+    Stop,
+    Submit,
+)
+from unisono.runtime.request import Request
+from unisono.runtime.scheduler import NewToken, Scheduler
+from unisono.runtime.worker_group import WorkerGroup
+from unisono.workers.channel import Hub, ProtocolError
+
+_IDLE_S = 0.25
+"""How long an idle engine waits for a request before it looks after its ranks."""
+
+
+class Engine:
+    """Serves the clients of `hub` with the ranks of `workers` until a client says Stop."""
+
+    def __init__(
+        self, hub: Hub, workers: WorkerGroup, scheduler: Scheduler, max_model_len: int
+    ) -> None:
+        self._hub = hub
+        self._workers = workers
+        self._scheduler = scheduler
+        self._max_model_len = max_model_len
+        self._stopped = False
+
+    def run(self) -> None:
+        """Serve. Raises WorkerLost (RankFault with the rank's own exception)."""
+        while not self._stopped:
+            self._drain()
+            if not self._step() and not self._stopped:
+                self._workers.check()
+        self._workers.shutdown()
+
+    def _step(self) -> bool:
+        """Run one step; False if there was nothing to compute."""
+        plan = self._scheduler.next_plan()
+        if plan is None:
+            return False
+        self._workers.send(plan)
+        for news in self._scheduler.apply(self._workers.receive(plan.step)):
+            self._emit(news)
+        return True
+
+    def _drain(self) -> None:
+        """Take in what clients have sent; wait a little for it if there is nothing to do."""
+        timeout = 0.0 if self._scheduler.has_work else _IDLE_S
+        while (received := self._hub.receive(timeout)) is not None:
+            timeout = 0.0
+            client, message = received
+            match message:
+                case Submit():
+                    self._submit(client, message)
+                case Abort(request_id=request_id):
+                    self._scheduler.abort(client, request_id)
+                case Stop():
+                    self._stopped = True
+                    return
+                case _:
+                    raise ProtocolError(f"client {client} sent {type(message).__name__}")
+
+    def _submit(self, client: str, message: Submit) -> None:
+        room = self._max_model_len - len(message.prompt_ids)
+        request = Request(
+            client=client,
+            request_id=message.request_id,
+            prompt_ids=message.prompt_ids,
+            params=message.params,
+            max_tokens=min(message.params.max_tokens, room),
+            arrived_s=time.monotonic(),
+        )
+        try:
+            self._scheduler.add(request)
+        except RequestRejected as error:
+            self._hub.send(client, Rejected(request_id=message.request_id, message=str(error)))
+
+    def _emit(self, news: NewToken) -> None:
+        request, now = news.request, time.monotonic()
+        if request.num_answered == 1:
+            request.first_token_s = now - request.arrived_s
+        self._hub.send(
+            request.client,
+            Delta(request_id=request.request_id, token_ids=array("i", [news.token_id])),
+        )
+        if news.reason is not None:
+            self._hub.send(
+                request.client,
+                Finished(
+                    request_id=request.request_id,
+                    reason=news.reason,
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_tokens=request.num_answered,
+                    first_token_s=request.first_token_s,
+                    total_s=now - request.arrived_s,
+                ),
+            )

@@ -1,0 +1,147 @@
+"""What the runtime serves: requests in, tokens out. Torch-free; both sets are closed."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+
+class EngineError(Exception):
+    """Root of what a caller may see.
+
+    EngineError
+      RequestRejected    the caller can fix the request: too long, unknown option
+      CapacityExceeded   try later: no blocks or slots
+      WorkerLost         a process died or raised; names rank and phase
+    ConfigError          an option or a file of the user is wrong (models/config.py): exit code 2
+      PartitionError     a rank count that leaves a rank empty (models/partition.py)
+      CheckpointError    a weight file is missing, damaged or of another model (models/headers.py)
+    """
+
+
+class RequestRejected(EngineError):
+    """The request can never be served as it is; the message says which number is too large."""
+
+
+class CapacityExceeded(EngineError):
+    """The engine is full; the same request may be served later."""
+
+
+class WorkerLost(EngineError):
+    """A process of the engine died or raised; the engine must stop. The message is one line.
+
+    `rank`: whose fault it is, -1 for the runtime. `error` and `traceback`: the type and the
+    traceback of its own exception, empty if it died without one.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int = -1, error: str = "", traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.error = error
+        self.traceback = traceback
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How an answer is chosen and where it ends. Greedy: the likeliest token, lowest id on ties."""
+
+    max_tokens: int = 256
+    """Most tokens of one answer."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-text tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further token ids that end an answer, like the model's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """A request: prompt token ids and how to answer them."""
+
+    request_id: int
+    prompt_ids: array[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Forget the request; nothing more is sent for it."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """End the runtime and its workers."""
+
+
+CLIENT_MESSAGES = (Submit, Abort, Stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starting:
+    """Start-up news of one rank, for a progress bar."""
+
+    rank: int
+    phase: str
+    done: int = 0
+    total: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReady:
+    """Every rank is ready. Measured facts, the minimum over ranks."""
+
+    num_blocks: int
+    block_size: int
+    device: str
+    dtype: str
+    rank_pids: array[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """New tokens of a request, in order."""
+
+    request_id: int
+    token_ids: array[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A request's end. `reason`: stop (EOS or a stop id) or length.
+
+    Times are seconds since the runtime received the request.
+    """
+
+    request_id: int
+    reason: str
+    num_prompt_tokens: int
+    num_tokens: int
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """The request can never be served; `message` says why, with the numbers."""
+
+    request_id: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The engine is lost. `rank` -1: the runtime itself."""
+
+    rank: int
+    phase: str
+    step: int
+    error: str
+    message: str
+    traceback: str
+    secondary: bool = False
+
+
+ENGINE_EVENTS = (Starting, EngineReady, Delta, Finished, Rejected, Failed)

@@ -1,0 +1,21 @@
+"""Where an answer ends, by its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from unisono.runtime.request import Request
+
+
+def finish_reason(request: Request, token_id: int, eos_token_ids: Collection[int]) -> str | None:
+    """Return why the answer ends with `token_id`, its newest, already counted; None: it goes on.
+
+    stop: an end-of-text token of the model (unless ignore_eos) or one of the request's own stop
+    ids. length: max_tokens, or the end of the context.
+    """
+    params = request.params
+    if token_id in params.stop_token_ids:
+        return "stop"
+    if token_id in eos_token_ids and not params.ignore_eos:
+        return "stop"
+    return "length" if request.num_answered >= request.max_tokens else None

@@ -1,0 +1,141 @@
+"""All ranks as one: hand out a command, gather one answer, name the rank that differs."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterator
+
+from unisono.runtime.protocol import WorkerLost
+from unisono.workers.channel import Hub, ProtocolError
+from unisono.workers.protocol import (
+    Allocate,
+    Fault,
+    Hello,
+    Loaded,
+    Progress,
+    Ready,
+    Shutdown,
+    StepPlan,
+    StepResult,
+)
+
+
+class RankFault(WorkerLost):
+    """A rank ended by its own exception."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(
+            f"rank {fault.rank} failed in phase {fault.phase!r}: {fault.error}: {fault.message}"
+        )
+        self.fault = fault
+
+
+class WorkerGroup:
+    """The runtime's side of the ranks' channel. Every method may raise RankFault."""
+
+    def __init__(self, hub: Hub, num_ranks: int) -> None:
+        self._hub = hub
+        self._num_ranks = num_ranks
+        self._hellos: dict[int, Hello] = {}
+
+    @property
+    def pids(self) -> array[int]:
+        """Process ids of the ranks, in rank order."""
+        return array("i", [self._hellos[rank].pid for rank in range(self._num_ranks)])
+
+    def wait_loaded(self) -> Iterator[Progress | dict[int, Loaded]]:
+        """Yield the ranks' progress while they load, and last what each has loaded."""
+        loaded: dict[int, Loaded] = {}
+        while len(loaded) < self._num_ranks:
+            match self._next():
+                case Hello() as hello:
+                    self._greet(hello)
+                case Progress() as progress:
+                    yield progress
+                case Loaded() as report:
+                    loaded[report.rank] = report
+                case other:
+                    raise ProtocolError(f"{type(other).__name__} from a rank that is loading")
+        yield loaded
+
+    def allocate(self, num_blocks: int) -> None:
+        """Have every rank take KV memory, and wait until it has."""
+        self._send(Allocate(num_blocks=num_blocks))
+        ready: set[int] = set()
+        while len(ready) < self._num_ranks:
+            match self._next():
+                case Ready(rank=rank):
+                    ready.add(rank)
+                case Progress():
+                    pass
+                case other:
+                    raise ProtocolError(f"{type(other).__name__} from a rank that allocates")
+
+    def send(self, plan: StepPlan) -> None:
+        """Start a step on every rank."""
+        self._send(plan)
+
+    def receive(self, step: int) -> array[int]:
+        """Wait for `step` on every rank; return its tokens.
+
+        Raises WorkerLost naming the first rank whose tokens or collectives differ from rank 0's.
+        """
+        results: dict[int, StepResult] = {}
+        while len(results) < self._num_ranks:
+            match self._next():
+                case StepResult() as result if result.step == step:
+                    results[result.rank] = result
+                case other:
+                    raise ProtocolError(f"{type(other).__name__} while step {step} is due")
+        first = results[0]
+        for rank in range(1, self._num_ranks):
+            result = results[rank]
+            if (result.tokens, result.digest) != (first.tokens, first.digest):
+                what = "tokens" if result.tokens != first.tokens else "collectives"
+                raise WorkerLost(f"rank {rank} diverged from rank 0 in step {step}: other {what}")
+        return first.tokens
+
+    def check(self) -> None:
+        """Raise RankFault if a rank has failed while nothing was due."""
+        message = self._hub.receive(0)
+        if message is not None:
+            match message[1]:
+                case Fault() as fault:
+                    raise RankFault(fault)
+                case other:
+                    raise ProtocolError(f"{type(other).__name__} from an idle rank")
+
+    def drain_faults(self, seconds: float) -> list[Fault]:
+        """Faults that arrive within `seconds`: the root cause may come after a consequence."""
+        faults = []
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            message = self._hub.receive(left)
+            if message is not None and isinstance(message[1], Fault):
+                faults.append(message[1])
+        return faults
+
+    def shutdown(self) -> None:
+        """Have every rank end."""
+        self._send(Shutdown())
+
+    def _send(self, message: Allocate | StepPlan | Shutdown) -> None:
+        for rank in range(self._num_ranks):
+            self._hub.send(f"rank {rank}", message)
+
+    def _next(self) -> object:
+        received = self._hub.receive(None)
+        assert received is not None
+        if isinstance(received[1], Fault):
+            raise RankFault(received[1])
+        return received[1]
+
+    def _greet(self, hello: Hello) -> None:
+        for other in self._hellos.values():
+            if other.config_digest != hello.config_digest:
+                raise WorkerLost(
+                    f"rank {hello.rank} on {hello.host} was started with another configuration "
+                    f"than rank {other.rank} on {other.host}"
+                )
+        self._hellos[hello.rank] = hello
