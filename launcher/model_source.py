@@ -1,0 +1,75 @@
+"""Finds out what the user means by MODEL: the demo, a checkpoint directory or a GGUF file."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from unisono.models.config import ConfigError
+
+if TYPE_CHECKING:
+    from unisono.launcher.demo_model import Progress
+
+DEMO_NAME = "demo"
+_CHOICES = f"'{DEMO_NAME}', a directory with config.json, or a .gguf file"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Where a model's files are."""
+
+    name: str
+    """As the user wrote it."""
+    path: Path
+    """Absolute: a directory for "huggingface", a file for "gguf"."""
+    kind: Literal["huggingface", "gguf"]
+
+
+def resolve_model(name: str, on_progress: Progress | None = None) -> ModelSource:
+    """Return the files that `name` stands for.
+
+    The word "demo" is always the demo model, fetched if need be (`on_progress` then hears of it);
+    a directory of that name is written "./demo". Raises ConfigError for everything else that is
+    neither a directory with a config.json nor a .gguf file.
+    """
+    if name == DEMO_NAME:
+        from unisono.launcher.demo_model import demo_model_path
+
+        return ModelSource(name=name, path=demo_model_path(on_progress), kind="gguf")
+    if not name:
+        raise ConfigError(f"model '' is empty; choose {_CHOICES}")
+    try:
+        path = Path(name).expanduser().absolute()
+        if path.is_dir():
+            return ModelSource(name=name, path=_checked_directory(name, path), kind="huggingface")
+        if path.is_file():
+            return ModelSource(name=name, path=_checked_file(name, path), kind="gguf")
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"model {name!r} cannot be opened ({reason}); choose {_CHOICES}"
+        ) from error
+    raise ConfigError(f"model {name!r} does not exist; choose {_CHOICES}{_hub_hint(name)}")
+
+
+def _checked_directory(name: str, path: Path) -> Path:
+    if (path / "config.json").is_file():
+        return path
+    inside = sorted(entry.name for entry in path.iterdir() if entry.suffix.lower() == ".gguf")
+    hint = f"; it holds {inside[0]}: name that file" if inside else ""
+    raise ConfigError(f"model {name!r} is a directory without config.json; choose {_CHOICES}{hint}")
+
+
+def _checked_file(name: str, path: Path) -> Path:
+    if path.suffix.lower() == ".gguf":
+        return path
+    raise ConfigError(f"model {name!r} is a file that does not end in .gguf; choose {_CHOICES}")
+
+
+def _hub_hint(name: str) -> str:
+    if not _HUB_NAME.fullmatch(name):
+        return ""
+    return f"; if it is a hub name, first run: hf download {name} --local-dir {name.split('/')[1]}"
