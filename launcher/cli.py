@@ -1,0 +1,178 @@
+"""The command `unisono`: finds a command, runs it, and turns every end into an exit code.
+
+0 success, 1 fault, 2 user error, 128 + n ended by signal n (130 Ctrl-C, 143 SIGTERM, 141 the
+reader of stdout or stderr went away). The last line on stderr says what was wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+import click
+
+import unisono
+from unisono.models.config import ConfigError
+from unisono.runtime.protocol import EngineError, RequestRejected
+
+COMMANDS = {
+    "generate": ("unisono.launcher.generate", "Answer prompts with a model on 1 to N ranks."),
+    "inspect": (
+        "unisono.launcher.inspect",
+        "Show what each rank would hold and how fast it can be.",
+    ),
+}
+"""Command name: the module whose `command` it is, and the line that `unisono --help` shows."""
+
+EXIT_FAULT, EXIT_USER = 1, 2
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM arrived; everything open is closed on the way out."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+class CommandTable(click.Group):
+    """Imports a command only when it is asked for, so that help and errors are instant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(COMMANDS[cmd_name][0])
+        command: click.Command = module.command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if not args[0].startswith("-") and args[0] not in COMMANDS:
+            raise ConfigError(f"no command {args[0]!r}: choose {' or '.join(COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+@click.group(cls=CommandTable, context_settings={"max_content_width": 100})
+@click.version_option(unisono.__version__, prog_name="unisono", message="%(prog)s %(version)s")
+def unisono_command() -> None:
+    """Run large language models on 1 to N ranks: one request, one answer."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit; the console script and `python -m unisono`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a character must not end the answer.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    code = run(list(sys.argv[1:] if arguments is None else arguments))
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        code = _output_gone()
+    sys.exit(code)
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line and return its exit code. Errors become one line on stderr."""
+    try:
+        with _signals_raise():
+            return _invoke(arguments or ["--help"])
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.ClickException as error:
+        return _report(_usage_message(error), EXIT_USER)
+    except (ConfigError, RequestRejected) as error:
+        return _report(f"error: {error}", EXIT_USER)
+    except (Interrupted, KeyboardInterrupt, click.Abort) as stop:
+        return 128 + (stop.signum if isinstance(stop, Interrupted) else signal.SIGINT)
+    except EngineError as error:
+        return _report(str(error), EXIT_FAULT)
+    except BrokenPipeError as error:
+        return _output_gone() if _streams_without_reader() else _report_bug(error)
+    except Exception as error:
+        return _report_bug(error)
+
+
+def _invoke(arguments: list[str]) -> int:
+    # click's own main() would end Ctrl-C, a broken pipe and errors in its way, not in ours.
+    with unisono_command.make_context("unisono", arguments) as context:
+        code = unisono_command.invoke(context)
+        return code if isinstance(code, int) else 0
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into `Interrupted`; later ones must not break the close."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # A shell starts background jobs with SIGINT ignored, and it must stay so.
+    taken = [number for number, handler in handlers.items() if handler is not signal.SIG_IGN]
+
+    def stop(signum: int, frame: FrameType | None) -> NoReturn:
+        for number in taken:
+            signal.signal(number, signal.SIG_IGN)
+        raise Interrupted(signum)
+
+    for number in taken:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, handlers[number])
+
+
+def _usage_message(error: click.ClickException) -> str:
+    message = f"error: {error.format_message().rstrip('.')}"
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return message if context is None else f"{message}; see {context.command_path} --help"
+
+
+def _report(message: str, code: int) -> int:
+    """Write one line whatever the message holds: a path may contain a line break."""
+    try:
+        click.echo(f"unisono: {' '.join(message.split())}", err=True)
+    except BrokenPipeError:
+        return _output_gone()
+    return code
+
+
+def _report_bug(error: Exception) -> int:
+    try:
+        traceback.print_exception(error)
+    except BrokenPipeError:
+        return _output_gone()
+    return _report(f"fault: {type(error).__name__}: {error}", EXIT_FAULT)
+
+
+def _streams_without_reader() -> list[int]:
+    """Which of stdout and stderr are pipes that nobody reads any more (`| head`)."""
+    poller = select.poll()
+    for stream in (1, 2):
+        poller.register(stream, 0)
+    return [stream for stream, events in poller.poll(0) if events & select.POLLERR]
+
+
+def _output_gone() -> int:
+    # The interpreter flushes once more at exit and must not complain then.
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    for stream in _streams_without_reader():
+        os.dup2(devnull, stream)
+    os.close(devnull)
+    return 128 + signal.SIGPIPE

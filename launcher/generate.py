@@ -1,0 +1,229 @@
+"""`unisono generate MODEL [PROMPT...]`: from the command line to answers on stdout.
+
+Everything a user can get wrong is found before the first process starts: options, prompts, the
+model's config and weight headers, the length of each prompt.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from typing import Any
+
+import click
+
+from unisono.launcher.answering import Answer, Piece, answer_all, check_prompts
+from unisono.launcher.console import Console
+from unisono.launcher.options import (
+    LAUNCH_OPTIONS,
+    SAMPLING_OPTIONS,
+    check_sampling_params,
+    config_options,
+    given,
+    make_sampling_params,
+)
+from unisono.launcher.prompts import Prompt, gather_prompts, tokenize_prompts
+from unisono.runtime.protocol import EngineReady
+
+EXIT_REJECTED = 2
+"""Some prompt could not be served; the others were."""
+HEADING_WIDTH = 80
+
+
+@click.command("generate")
+@click.argument("model")
+@click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
+@click.option(
+    "--prompts-file",
+    metavar="FILE",
+    help='More prompts, one a line; FILE.jsonl: {"prompt": ...} or {"messages": [...]} a line; '
+    "-: lines of standard input. Empty lines are skipped.",
+)
+@click.option("--system", metavar="TEXT", help="System message of every chat.")
+@click.option("--raw", is_flag=True, help="Continue the text as it is, without chat template.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object a prompt on stdout, in prompt order."
+)
+@config_options(*SAMPLING_OPTIONS, *LAUNCH_OPTIONS)
+def command(
+    model: str,
+    prompts: tuple[str, ...],
+    prompts_file: str | None,
+    system: str | None,
+    raw: bool,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Answer each PROMPT with MODEL: a checkpoint directory, a GGUF file, or "demo".
+
+    Chat models answer through their chat template; others continue the text. Without PROMPT and
+    --prompts-file all of standard input is one prompt. The same prompt gets the same answer alone
+    and among others.
+    """
+    from unisono.launcher.cluster import detect_cluster
+
+    cluster = detect_cluster(os.environ)
+    if cluster is not None and cluster.rank > 0:
+        return _obey()
+    console = Console()
+    if cluster is not None:
+        console.note(
+            f"unisono: launched by {cluster.launcher}, rank {cluster.rank} of {cluster.world_size}"
+        )
+    params = make_sampling_params(given(options, SAMPLING_OPTIONS))
+    asked = gather_prompts(prompts, prompts_file, sys.stdin)
+
+    from unisono.launcher.engine_client import Engine
+    from unisono.launcher.resolve import prepare, with_tokenizer
+    from unisono.launcher.tokenizer import Tokenizer
+
+    with console.fetching() as fetched:
+        prepared = prepare(model, given(options, LAUNCH_OPTIONS), os.environ, cluster, fetched)
+    logging.basicConfig(
+        level=prepared.launch.log_level.upper(),
+        format="%(asctime)s launcher %(levelname)s %(message)s",
+    )
+    check_sampling_params(params, prepared.worker.model)
+    tokenizer = Tokenizer.load(prepared.source)
+    requests = tokenize_prompts(asked, tokenizer, raw=raw, system=system)
+    check_prompts(requests, prepared.worker)
+    launch = with_tokenizer(prepared.launch, tokenizer.size, tokenizer.eos_ids)
+    with Engine(launch, cluster) as engine:
+        with console.loading() as progress:
+            ready = engine.start(progress)
+        started = time.monotonic()
+        with closing(answer_all(engine, tokenizer, requests, params)) as events:
+            answers = show(events, asked, console, as_json=as_json)
+        seconds = time.monotonic() - started
+    console.note(closing_line(answers, seconds, ready, prepared.worker.tp))
+    return _report_rejected(answers, console)
+
+
+def show(
+    events: Iterable[Piece | Answer], prompts: Sequence[Prompt], console: Console, *, as_json: bool
+) -> list[Answer]:
+    """Write the answers and return them in prompt order.
+
+    One prompt streams as it is produced; JSON lines and several prompts are written whole, each
+    as soon as it and all before it are complete.
+    """
+    if len(prompts) == 1 and not as_json:
+        return _show_stream(events, console)
+    waiting: dict[int, Answer] = {}
+    answers: list[Answer] = []
+    with console.counting("prompts", len(prompts)) as bar:
+        for event in events:
+            if not isinstance(event, Answer):
+                continue
+            waiting[event.index] = event
+            bar.show("prompts", len(answers) + len(waiting), len(prompts))
+            while len(answers) in waiting:
+                answer = waiting.pop(len(answers))
+                prompt = prompts[answer.index]
+                text = _as_json(answer, prompt) if as_json else _as_text(answer, len(prompts))
+                with bar.hidden():
+                    console.write(text)
+                answers.append(answer)
+    return answers
+
+
+def closing_line(answers: Sequence[Answer], seconds: float, ready: EngineReady, ranks: int) -> str:
+    """Say how fast it was. One prompt: decode speed, its first token apart; many: throughput."""
+    served = [answer for answer in answers if answer.token_ids]
+    where = f"({_count(ranks, 'rank')}, {ready.device}, {ready.dtype})"
+    tokens = sum(len(answer.token_ids) for answer in served)
+    if not served:
+        return f"0 tokens in {seconds:.2f} s {where}"
+    first = min(answer.first_token_s for answer in served)
+    if len(answers) > 1:
+        amount = f"{_count(tokens, 'token')} of {_count(len(served), 'prompt')}"
+        speed = _speed(tokens, seconds)
+    else:
+        seconds = served[0].total_s
+        amount = _count(tokens, "token")
+        speed = _speed(tokens - 1, seconds - first)
+    return f"{amount} in {seconds:.2f} s: {speed}first token {first:.2f} s {where}"
+
+
+def _obey() -> int:
+    """Become the worker that this rank of a cluster job is; rank 0 is the launcher.
+
+    The only place where the launcher reaches past the runtime: a cluster launcher starts every
+    rank with the same command line. By name, so that no other command pays for torch.
+    """
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        # Inside a collective no handler of ours would run: let the signal end the process itself.
+        signal.signal(signum, signal.SIG_DFL)
+    importlib.import_module("unisono.workers.entry").main_in_cluster()
+    return 0
+
+
+def _show_stream(events: Iterable[Piece | Answer], console: Console) -> list[Answer]:
+    answers, last = [], ""
+    try:
+        for event in events:
+            if isinstance(event, Answer):
+                answers.append(event)
+            elif event.text:
+                console.write(event.text)
+                last = event.text
+    finally:
+        if last and not last.endswith("\n"):
+            console.write("\n")
+    return answers
+
+
+def _as_json(answer: Answer, prompt: Prompt) -> str:
+    entry: dict[str, Any] = {
+        "index": answer.index,
+        "prompt": prompt.as_given(),
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "finish_reason": answer.finish_reason,
+        "usage": {
+            "prompt_tokens": answer.num_prompt_tokens,
+            "completion_tokens": len(answer.token_ids),
+        },
+        "timing": {
+            "first_token_s": round(answer.first_token_s, 6),
+            "total_s": round(answer.total_s, 6),
+        },
+    }
+    if answer.error:
+        entry["error"] = answer.error
+    # ASCII: readable whatever the encoding of stdout is.
+    return json.dumps(entry) + "\n"
+
+
+def _as_text(answer: Answer, count: int) -> str:
+    start = " ".join(answer.prompt.split())
+    if len(start) > HEADING_WIDTH:
+        start = start[: HEADING_WIDTH - 3] + "..."
+    text = answer.text or f"({answer.finish_reason})"
+    return f"[{answer.index + 1}/{count}] {start}\n{text.rstrip(chr(10))}\n\n"
+
+
+def _report_rejected(answers: Sequence[Answer], console: Console) -> int:
+    rejected = [answer for answer in answers if answer.finish_reason == "rejected"]
+    for answer in rejected:
+        name = f"prompt {answer.index + 1} of {len(answers)}" if len(answers) > 1 else "the prompt"
+        console.note(f"unisono: error: {name} was rejected: {answer.error}")
+    return EXIT_REJECTED if rejected else 0
+
+
+def _speed(tokens: int, seconds: float) -> str:
+    """Return "82.6 tok/s, 12.1 ms a token, ", or nothing where there is nothing to divide."""
+    if tokens < 1 or seconds <= 0:
+        return ""
+    return f"{tokens / seconds:.1f} tok/s, {1000 * seconds / tokens:.1f} ms a token, "
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")

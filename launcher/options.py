@@ -1,0 +1,271 @@
+"""The options a user may set: derived from the config dataclasses, each default written once.
+
+A field of `LaunchConfig`, `RuntimeConfig`, `WorkerConfig` or `SamplingParams` is an option: its
+name, type and default come from the dataclass, its help from the docstring literal below the
+field. This file adds what a type cannot say: the legal choices and the least value. The command
+line and `LLM` check values by the same `OptionSpec.check`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import itertools
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+import click
+
+from unisono.launcher.config import LOG_LEVELS, LaunchConfig
+from unisono.models.config import ConfigError, ModelConfig
+from unisono.runtime.config import RuntimeConfig
+from unisono.runtime.protocol import SamplingParams
+from unisono.workers.config import DEVICES, DTYPES, WorkerConfig
+
+LAUNCH_OPTIONS = (
+    "tp",
+    "dtype",
+    "device",
+    "max_model_len",
+    "max_requests",
+    "kv_tokens",
+    "max_step_tokens",
+    "log_level",
+    "start_timeout_s",
+    "stop_grace_s",
+)
+"""Fields of the three nested configs; `LLM` and `unisono generate` take all of them."""
+SAMPLING_OPTIONS = ("max_tokens", "ignore_eos", "stop_token_ids")
+
+_CHOICES = {"dtype": DTYPES, "device": DEVICES, "log_level": LOG_LEVELS}
+_LEAST = {
+    "tp": 1,
+    "max_requests": 1,
+    "max_step_tokens": 1,
+    "max_tokens": 1,
+    "max_model_len": 2,
+    "kv_tokens": 0,
+    "start_timeout_s": 1,
+    "stop_grace_s": 0,
+}
+_ZERO_IS_AUTO = ("max_model_len",)
+_METAVARS = {"int": "N", "float": "SECONDS", "str": "TEXT", "tuple[int, ...]": "ID,ID,..."}
+
+Command = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionSpec:
+    """One option: where it comes from and which values are legal."""
+
+    name: str
+    kind: str
+    """The field's annotation: int, float, str, bool or tuple[int, ...]."""
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    least: int | None = None
+    zero_is_auto: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def check(self, value: object) -> None:
+        """Raise ConfigError, one line, if `value` is not legal by itself."""
+        if not _has_kind(value, self.kind):
+            raise ConfigError(f"{self.flag} {value!r}: expected {_describe_kind(self.kind)}")
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{self.flag} {value}: choose {_either(self.choices)}")
+        if self.least is None or (self.zero_is_auto and value == 0):
+            return
+        if value < self.least:  # type: ignore[operator]
+            zero = "0 (automatic) or " if self.zero_is_auto else ""
+            raise ConfigError(f"{self.flag} {value}: must be {zero}at least {self.least}")
+
+    def parse(self, text: str) -> Any:
+        """Turn the text of a command line into a legal value, or raise ConfigError."""
+        try:
+            value = _CONVERTERS[self.kind](text)
+        except ValueError:
+            raise ConfigError(f"{self.flag} {text}: expected {_describe_kind(self.kind)}") from None
+        self.check(value)
+        return value
+
+
+def option_spec(name: str) -> OptionSpec:
+    """Return the option called `name`, a field of one of the config dataclasses."""
+    return _all_specs()[name]
+
+
+def config_options(*names: str) -> Callable[[Command], Command]:
+    """A decorator that gives a click command the named options, in this order.
+
+    An option that is not given arrives as None: the dataclass alone knows its default.
+    """
+
+    def decorate(command: Command) -> Command:
+        for name in reversed(names):
+            command = _click_option(option_spec(name))(command)
+        return command
+
+    return decorate
+
+
+def given(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The part of a command's arguments that is named in `names` and was set by the user."""
+    return {name: values[name] for name in names if values.get(name) is not None}
+
+
+def make_launch_config(
+    values: Mapping[str, Any], *, model_path: str, model: ModelConfig
+) -> LaunchConfig:
+    """Nest the given option values into a `LaunchConfig`; the others keep their defaults.
+
+    Raises ConfigError for an unknown name or an illegal value.
+    """
+    _check_all(values, LAUNCH_OPTIONS)
+    worker = WorkerConfig(model_path=model_path, model=model, **_fields_of(WorkerConfig, values))
+    runtime = RuntimeConfig(worker=worker, **_fields_of(RuntimeConfig, values))
+    return LaunchConfig(runtime=runtime, **_fields_of(LaunchConfig, values))
+
+
+def make_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
+    """Build `SamplingParams` from the given option values. Raises ConfigError."""
+    _check_all(values, SAMPLING_OPTIONS)
+    return SamplingParams(**values)
+
+
+def check_sampling_params(params: SamplingParams, model: ModelConfig) -> None:
+    """Raise ConfigError if `params` is not legal, by itself or for this model."""
+    for field in dataclasses.fields(params):
+        option_spec(field.name).check(getattr(params, field.name))
+    for token in params.stop_token_ids:
+        if not 0 <= token < model.vocab_size:
+            raise ConfigError(
+                f"{option_spec('stop_token_ids').flag} {token}: "
+                f"the model's token ids run from 0 to {model.vocab_size - 1}"
+            )
+
+
+def _check_all(values: Mapping[str, Any], legal: tuple[str, ...]) -> None:
+    for name, value in values.items():
+        if name not in legal:
+            raise ConfigError(f"unknown option {name!r}: choose from {', '.join(legal)}")
+        option_spec(name).check(value)
+
+
+def _fields_of(owner: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(owner)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+@functools.cache
+def _all_specs() -> dict[str, OptionSpec]:
+    return {
+        field.name: OptionSpec(
+            name=field.name,
+            kind=str(field.type),
+            default=field.default,
+            help=_field_docs(owner).get(field.name, ""),
+            choices=_CHOICES.get(field.name, ()),
+            least=_LEAST.get(field.name),
+            zero_is_auto=field.name in _ZERO_IS_AUTO,
+        )
+        for owner in (LaunchConfig, RuntimeConfig, WorkerConfig, SamplingParams)
+        for field in dataclasses.fields(owner)
+        if field.default is not MISSING
+    }
+
+
+@functools.cache
+def _field_docs(owner: type) -> dict[str, str]:
+    """The docstring literal below each field of a class; Python itself drops them."""
+    spec = sys.modules[owner.__module__].__spec__
+    source = spec.loader.get_source(owner.__module__) if spec else None  # type: ignore[union-attr]
+    body: list[ast.stmt] = []
+    for node in ast.parse(source or "").body:
+        if isinstance(node, ast.ClassDef) and node.name == owner.__name__:
+            body = node.body
+    docs = {}
+    for field, below in itertools.pairwise(body):
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                docs[name] = " ".join(text.split())
+    return docs
+
+
+def _click_option(spec: OptionSpec) -> Callable[[Command], Command]:
+    if spec.kind == "bool":
+        return click.option(spec.flag, spec.name, is_flag=True, default=None, help=spec.help)
+    metavar = f"[{'|'.join(spec.choices)}]" if spec.choices else _METAVARS[spec.kind]
+    shown = ",".join(map(str, spec.default)) if isinstance(spec.default, tuple) else spec.default
+    text = spec.help if shown == "" else f"{spec.help}  [default: {shown}]"
+    return click.option(
+        spec.flag, spec.name, type=_ConfigValue(spec), default=None, metavar=metavar, help=text
+    )
+
+
+class _ConfigValue(click.ParamType):
+    """Lets an `OptionSpec` convert and check, so that both doors give the same message."""
+
+    name = "value"
+
+    def __init__(self, spec: OptionSpec) -> None:
+        self._spec = spec
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self._spec.parse(value) if isinstance(value, str) else value
+
+
+def _int_tuple(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+_CONVERTERS: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "tuple[int, ...]": _int_tuple,
+}
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _has_kind(value: object, kind: str) -> bool:
+    match kind:
+        case "int":
+            return _is_int(value)
+        case "float":
+            return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+        case "str":
+            return isinstance(value, str)
+        case "bool":
+            return isinstance(value, bool)
+        case "tuple[int, ...]":
+            return isinstance(value, tuple) and all(map(_is_int, value))
+    raise AssertionError(f"no option can have the type {kind}")
+
+
+def _describe_kind(kind: str) -> str:
+    names = {
+        "int": "a whole number",
+        "float": "a number of seconds",
+        "str": "text",
+        "bool": "True or False",
+        "tuple[int, ...]": "token ids separated by commas",
+    }
+    return names[kind]
+
+
+def _either(choices: tuple[str, ...]) -> str:
+    return ", ".join(choices[:-1]) + " or " + choices[-1]

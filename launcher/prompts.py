@@ -1,0 +1,172 @@
+"""Where prompts come from: arguments, a file, or standard input; and how they become token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from unisono.launcher.answering import Request
+from unisono.models.config import ConfigError
+
+if TYPE_CHECKING:
+    from unisono.launcher.tokenizer import Tokenizer
+
+_CHOICES = "give PROMPT arguments, --prompts-file FILE, or text on standard input"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What the user asks: a text, or the messages of a chat."""
+
+    text: str
+    """The text; of a chat, its last message."""
+    messages: tuple[dict[str, str], ...] = ()
+    origin: str
+    """Where it was found, for error messages."""
+
+    def as_given(self) -> str | list[dict[str, str]]:
+        """Return the text or the messages, as JSON output repeats them."""
+        return list(self.messages) or self.text
+
+
+def gather_prompts(
+    arguments: Sequence[str], prompts_file: str | None, stdin: TextIO | None
+) -> list[Prompt]:
+    """Return the prompts of the arguments, then those of the file; with neither, all of stdin.
+
+    A file holds one prompt a line, or, if its name ends in .jsonl, one object a line with
+    "prompt" or "messages"; empty lines are skipped; `-` is standard input, read as text lines.
+    Raises ConfigError naming the argument or line that is wrong.
+    """
+    if not arguments and prompts_file is None:
+        return [_whole_stdin(stdin)]
+    prompts = [
+        _text_prompt(text, f"prompt argument {place}")
+        for place, text in enumerate(arguments, start=1)
+    ]
+    if prompts_file is not None:
+        prompts += _file_prompts(prompts_file, stdin)
+    return prompts
+
+
+def tokenize_prompts(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, *, raw: bool, system: str | None
+) -> list[Request]:
+    """Turn prompts into requests, through the chat template unless `raw` or there is none.
+
+    Raises ConfigError where a system text or messages have no template to go through.
+    """
+    template = tokenizer.has_chat_template and not raw
+    if system is not None and not template:
+        why = "--raw leaves out the chat template" if raw else "the model has no chat template"
+        raise ConfigError(f"--system needs the chat template, and {why}")
+    requests = []
+    for index, prompt in enumerate(prompts):
+        if template:
+            prompt_ids = tokenizer.chat_ids(_conversation(prompt, system))
+        elif prompt.messages:
+            why = "--raw is given" if raw else "the model has none"
+            raise ConfigError(f"{prompt.origin}: messages need a chat template, and {why}")
+        else:
+            prompt_ids = tokenizer.encode(prompt.text)
+        requests.append(Request(index=index, prompt=prompt.text, prompt_ids=tuple(prompt_ids)))
+    return requests
+
+
+def _conversation(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
+    messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+    if system is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise ConfigError(f"{prompt.origin}: has a system message; leave --system out")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _whole_stdin(stdin: TextIO | None) -> Prompt:
+    if stdin is None or stdin.isatty():
+        raise ConfigError(f"no prompt: {_CHOICES}")
+    text = _decode(stdin.buffer.read(), "standard input").removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise ConfigError(f"no prompt: standard input is empty; {_CHOICES}")
+    return _text_prompt(text, "standard input")
+
+
+def _file_prompts(name: str, stdin: TextIO | None) -> list[Prompt]:
+    title = "standard input" if name == "-" else name
+    read = _json_prompt if name.endswith(".jsonl") else _text_prompt
+    prompts = [read(line, origin) for line, origin in _lines(_read_bytes(name, stdin), title)]
+    if not prompts:
+        raise ConfigError(f"--prompts-file {name}: holds no prompt")
+    return prompts
+
+
+def _read_bytes(name: str, stdin: TextIO | None) -> bytes:
+    if name == "-":
+        return b"" if stdin is None else stdin.buffer.read()
+    try:
+        return Path(name).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--prompts-file {name}: {error.strerror}") from None
+
+
+def _lines(content: bytes, title: str) -> Iterator[tuple[str, str]]:
+    """Lines that hold something, each with its origin; only \\n and \\r\\n end a line."""
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        origin = f"{title} line {number}"
+        text = _decode(line.removesuffix(b"\r"), origin)
+        if text.strip():
+            yield text, origin
+
+
+def _decode(content: bytes, origin: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{origin}: not UTF-8 at byte {error.start}") from None
+
+
+def _text_prompt(text: str, origin: str) -> Prompt:
+    return Prompt(text=_checked(text, "the prompt", origin), origin=origin)
+
+
+def _json_prompt(line: str, origin: str) -> Prompt:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "not readable"
+        raise ConfigError(f"{origin}: not JSON ({reason})") from None
+    if not isinstance(entry, dict) or entry.keys() not in ({"prompt"}, {"messages"}):
+        raise ConfigError(
+            f'{origin}: expected an object with either "prompt" or "messages" and nothing else'
+        )
+    if "prompt" in entry:
+        return _text_prompt(entry["prompt"], origin)
+    messages = _messages(entry["messages"], origin)
+    return Prompt(text=messages[-1]["content"], messages=messages, origin=origin)
+
+
+def _messages(value: Any, origin: str) -> tuple[dict[str, str], ...]:
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f'{origin}: "messages" must be a list of at least one message')
+    return tuple(_message(item, place, origin) for place, item in enumerate(value, start=1))
+
+
+def _message(item: Any, place: int, origin: str) -> dict[str, str]:
+    if not isinstance(item, Mapping) or item.keys() != {"role", "content"}:
+        raise ConfigError(f'{origin}: message {place} must have "role" and "content", no more')
+    return {key: _checked(item[key], f"{key} of message {place}", origin) for key in item}
+
+
+def _checked(text: Any, what: str, origin: str) -> str:
+    """Return `text` if it is a text that can be tokenised."""
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"{origin}: {what} must be a text that is not empty")
+    try:
+        # Arguments that are no UTF-8, and \ud800 in JSON, arrive as half a surrogate pair.
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(f"{origin}: {what} is not valid Unicode") from None
+    return text

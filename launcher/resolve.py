@@ -1,0 +1,211 @@
+"""From what the user asked to a `LaunchConfig` with no "auto" left, before any process starts.
+
+`resolve_config` is pure: the same options, model and host facts give the same config. `prepare`
+reads what it needs (the model's config, the headers of its weights, the host) and calls it.
+Everything is torch-free, and every refusal is a ConfigError of one line.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from unisono.launcher.cluster import ClusterFacts, check_cluster_tp
+from unisono.launcher.config import LaunchConfig
+from unisono.launcher.model_source import ModelSource, resolve_model
+from unisono.launcher.options import make_launch_config
+from unisono.models.config import (
+    ConfigError,
+    ModelConfig,
+    max_model_len_limit,
+)
+from unisono.models.config_reader import read_model_config
+from unisono.models.headers import check_weights, has_safetensors, read_headers
+from unisono.models.partition import ModelPartition
+from unisono.workers.config import DTYPES, WorkerConfig
+
+CPU_DTYPES = ("float32", "bfloat16")
+"""What the operations compute in on a CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """What this host offers, found out without importing torch."""
+
+    num_gpus: int
+    """GPUs that a process started here would see."""
+    torch_has_cuda: bool
+    """Whether the installed torch was built for CUDA."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A model that can be served, and how."""
+
+    source: ModelSource
+    launch: LaunchConfig
+
+    @property
+    def worker(self) -> WorkerConfig:
+        return self.launch.runtime.worker
+
+
+def prepare(
+    model_name: str,
+    options: Mapping[str, Any],
+    environ: Mapping[str, str],
+    cluster: ClusterFacts | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Prepared:
+    """Find the model, read its config and headers, and resolve the options.
+
+    `on_progress` hears of the bytes done and in total if the model has to be fetched.
+
+    Raises ConfigError (PartitionError, CheckpointError) for everything a user can get wrong
+    before a process starts.
+    """
+    source = resolve_model(model_name, on_progress)
+    model = read_model_config(source.path)
+    launch = resolve_config(options, str(source.path), model, host_facts(environ), cluster)
+    check_checkpoint(source.path, ModelPartition.of(model, launch.runtime.worker.tp))
+    return Prepared(source=source, launch=launch)
+
+
+def check_checkpoint(
+    path: Path, partition: ModelPartition, *, weights_required: bool = True
+) -> None:
+    """Compare the headers of all weight files with the config. Raises CheckpointError.
+
+    Without `weights_required` a directory that holds a config and no weights passes.
+    """
+    if weights_required or path.is_file() or has_safetensors(path):
+        check_weights(read_headers(path), partition)
+
+
+def resolve_config(
+    options: Mapping[str, Any],
+    model_path: str,
+    model: ModelConfig,
+    host: HostFacts,
+    cluster: ClusterFacts | None = None,
+) -> LaunchConfig:
+    """Return a config in which tp, device, dtype and max_model_len are decided.
+
+    `options` holds the values the user gave, by field name. Under a cluster launcher tp is the
+    number of its ranks. Raises ConfigError.
+    """
+    asked = make_launch_config(options, model_path=model_path, model=model)
+    worker = asked.runtime.worker
+    tp = _resolve_tp(options, worker.tp, cluster)
+    ModelPartition.of(model, tp)
+    device = resolve_device(worker.device, host)
+    if device == "cuda":
+        _check_gpus(host, tp if cluster is None else cluster.local_world_size)
+    worker = replace(
+        worker,
+        tp=tp,
+        device=device,
+        dtype=resolve_dtype(worker.dtype, device, model),
+        max_model_len=resolve_max_model_len(worker.max_model_len, model),
+    )
+    return replace(asked, runtime=replace(asked.runtime, worker=worker))
+
+
+def resolve_device(device: str, host: HostFacts) -> str:
+    """Return cpu or cuda; "auto" is cuda where a GPU is visible and torch can use it."""
+    if device != "auto":
+        return device
+    return "cuda" if host.num_gpus and host.torch_has_cuda else "cpu"
+
+
+def resolve_dtype(dtype: str, device: str, model: ModelConfig) -> str:
+    """Return float32, bfloat16 or float16. Raises ConfigError for an impossible pair."""
+    if dtype == "auto":
+        return "float32" if device == "cpu" else model.dtype
+    legal = CPU_DTYPES if device == "cpu" else DTYPES[1:]
+    if dtype not in legal:
+        raise ConfigError(f"--dtype {dtype}: on {device} choose {' or '.join(legal)}")
+    return dtype
+
+
+def resolve_max_model_len(max_model_len: int, model: ModelConfig) -> int:
+    """Return the most tokens of one request; 0 asks for the model's own limit."""
+    limit = max_model_len_limit(model)
+    if max_model_len > limit:
+        raise ConfigError(
+            f"--max-model-len {max_model_len}: the model's limit is {limit} tokens; "
+            f"choose 2 to {limit}, or 0 for the limit"
+        )
+    return max_model_len or limit
+
+
+def with_tokenizer(launch: LaunchConfig, size: int, eos_ids: Iterable[int]) -> LaunchConfig:
+    """The same config with what the tokenizer knows.
+
+    Ids from `size` on are never chosen, and the end tokens that it names end an answer as well.
+    """
+    worker = launch.runtime.worker
+    eos = tuple(sorted({*worker.model.eos_token_ids, *eos_ids}))
+    worker = replace(
+        worker,
+        model=replace(worker.model, eos_token_ids=eos),
+        num_token_ids=min(size, worker.model.vocab_size),
+    )
+    return replace(launch, runtime=replace(launch.runtime, worker=worker))
+
+
+def host_facts(environ: Mapping[str, str]) -> HostFacts:
+    """Look at this host. Never imports torch."""
+    return HostFacts(num_gpus=count_gpus(environ), torch_has_cuda=_torch_has_cuda())
+
+
+def count_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+    """Count the GPUs that CUDA would show to a process with this environment.
+
+    Like CUDA, CUDA_VISIBLE_DEVICES is read up to its first entry that names no GPU.
+    """
+    present = sum(1 for _ in devices.glob("nvidia[0-9]*"))
+    if "CUDA_VISIBLE_DEVICES" not in environ:
+        return present
+    visible = 0
+    for entry in environ["CUDA_VISIBLE_DEVICES"].split(","):
+        name = entry.strip()
+        if not (name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < present)):
+            break
+        visible += 1
+    return min(visible, present)
+
+
+def _resolve_tp(options: Mapping[str, Any], tp: int, cluster: ClusterFacts | None) -> int:
+    if cluster is None:
+        return tp
+    if "tp" in options:
+        check_cluster_tp(tp, cluster)
+    return cluster.world_size
+
+
+def _check_gpus(host: HostFacts, ranks: int) -> None:
+    if not host.num_gpus:
+        raise ConfigError("--device cuda: no GPU is visible here; choose cpu or auto")
+    if not host.torch_has_cuda:
+        raise ConfigError(
+            "--device cuda: the installed torch is built without CUDA; choose cpu or auto"
+        )
+    if host.num_gpus < ranks:
+        raise ConfigError(
+            f"tp={ranks} on cuda: every rank needs a GPU and {host.num_gpus} are visible; "
+            f"choose --tp up to {host.num_gpus}, or --device cpu"
+        )
+
+
+def _torch_has_cuda() -> bool:
+    """Read what torch was built for from its version file: importing it takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    return re.search(r"^cuda\b[^=\n]*=\s*['\"]", text, flags=re.MULTILINE) is not None

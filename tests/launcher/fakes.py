@@ -1,0 +1,191 @@
+"""A front door without ranks: checkpoints of zeros, a byte tokenizer, an engine that echoes."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unisono.launcher.config import LaunchConfig
+from unisono.launcher.model_source import ModelSource
+from unisono.models.config import ModelConfig, RopeConfig
+from unisono.models.config_reader import read_model_config
+from unisono.models.partition import ModelPartition
+from unisono.runtime.protocol import (
+    Delta,
+    EngineReady,
+    Finished,
+    Rejected,
+    SamplingParams,
+    Starting,
+    WorkerLost,
+)
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 36,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+EOS = 257
+
+
+def tiny_model(**changes: Any) -> ModelConfig:
+    fields = {
+        "family": "llama",
+        "vocab_size": 300,
+        "hidden_size": 36,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_heads": 9,
+        "num_kv_heads": 3,
+        "head_dim": 4,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 128,
+        "rope": RopeConfig(rotary_dim=4),
+        "dtype": "bfloat16",
+    }
+    return ModelConfig(**{**fields, **changes})
+
+
+def write_checkpoint(directory: Path, **changes: Any) -> Path:
+    """Write a config and the right tensors, all zero, as one sparse safetensors file."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    model = read_model_config(directory)
+    header, end = {}, 0
+    for spec in ModelPartition.of(model, 1).weights(0):
+        start, end = end, end + 2 * spec.num_elements
+        header[spec.name] = {"dtype": "BF16", "shape": spec.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return directory
+
+
+class FakeDetokenizer:
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        return self._utf8.decode(bytes(token for token in ids if token < 256))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class FakeTokenizer:
+    """One token a byte; ids from 256 on are special and say nothing."""
+
+    size = 300
+    eos_ids = (EOS,)
+
+    def __init__(self, chat: bool = True) -> None:
+        self.has_chat_template = chat
+
+    @classmethod
+    def load(cls, source: ModelSource) -> FakeTokenizer:
+        return cls(chat=not (source.path / "no_template").exists())
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        turns = [f"<{turn['role']}>{turn['content']}" for turn in messages]
+        return self.encode("".join(turns) + "<assistant>")
+
+    def stream(self) -> FakeDetokenizer:
+        return FakeDetokenizer()
+
+
+class FakeEngine:
+    """Answers a prompt with its own bytes in capitals, one token an event, requests in turn.
+
+    A prompt that contains "reject" is rejected, one that contains "die" loses rank 1. What happens
+    is in `log`; `made` holds every engine that was started.
+    """
+
+    made: list[FakeEngine]
+
+    def __init__(self, config: LaunchConfig, cluster: object = None) -> None:
+        self.config, self.cluster = config, cluster
+        self.log: list[str] = []
+        self.params: list[SamplingParams] = []
+        self.aborted: list[int] = []
+        self._queues: dict[int, deque[Delta | Finished | Rejected]] = {}
+        self._next_id = 100
+        self.made.append(self)
+
+    def __enter__(self) -> FakeEngine:
+        self.log.append("enter")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, on_progress: Callable[[Starting], None]) -> EngineReady:
+        self.log.append("start")
+        worker = self.config.runtime.worker
+        for rank in range(worker.tp):
+            on_progress(Starting(rank=rank, phase="loading", done=50, total=100))
+        return EngineReady(
+            num_blocks=8,
+            block_size=64,
+            device=worker.device,
+            dtype=worker.dtype,
+            rank_pids=array("i", range(worker.tp)),
+        )
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        self.params.append(params)
+        self._next_id += 1
+        self._queues[self._next_id] = deque(self._events(self._next_id, prompt_ids, params))
+        return self._next_id
+
+    def abort(self, request_id: int) -> None:
+        assert "close" not in self.log, "abort after close"
+        self.aborted.append(request_id)
+
+    def poll(self, timeout_s: float) -> list[Delta | Finished | Rejected]:
+        events = [queue.popleft() for queue in self._queues.values() if queue]
+        if any(isinstance(event, Finished) and event.reason == "die" for event in events):
+            raise WorkerLost("rank 1 failed in step 3: KilledBySignal: SIGKILL")
+        # An id that nobody waits for: a late word about an aborted request.
+        return [Delta(request_id=7, token_ids=array("i", [65])), *events]
+
+    def close(self) -> None:
+        self.log.append("close")
+
+    def _events(
+        self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> Iterable[Delta | Finished | Rejected]:
+        text = bytes(token for token in prompt_ids if token < 256).decode()
+        text = text.removesuffix("<assistant>").rpartition(">")[2]
+        if "reject" in text:
+            yield Rejected(request_id=request_id, message="needs 9 blocks, there are 8")
+            return
+        answer = [*text.upper().encode(), EOS][: params.max_tokens]
+        yield from (Delta(request_id=request_id, token_ids=array("i", [token])) for token in answer)
+        reason = "stop" if answer[-1] == EOS else "length"
+        yield Finished(
+            request_id=request_id,
+            reason="die" if "die" in text else reason,
+            num_prompt_tokens=len(prompt_ids),
+            num_tokens=len(answer),
+            first_token_s=0.5,
+            total_s=0.5 + 0.1 * (len(answer) - 1),
+        )

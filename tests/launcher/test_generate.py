@@ -1,0 +1,383 @@
+"""`unisono generate` in front of an engine that answers each prompt in capitals."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+from array import array
+
+import pytest
+
+from tests.launcher.fakes import EOS, FakeEngine, FakeTokenizer, write_checkpoint
+from unisono.launcher import cli
+from unisono.launcher.answering import Answer, Piece, Request, answer_all, check_prompts
+from unisono.launcher.console import Console
+from unisono.launcher.generate import closing_line, show
+from unisono.launcher.prompts import Prompt
+from unisono.runtime.protocol import EngineReady, RequestRejected, SamplingParams, WorkerLost
+from unisono.workers.config import WorkerConfig
+
+RENDEZVOUS = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def model(tmp_path):
+    return str(write_checkpoint(tmp_path / "model"))
+
+
+@pytest.fixture
+def generate(model, monkeypatch, capsys):
+    """Run `unisono generate MODEL ...`; return exit code, stdout, lines of stderr."""
+    monkeypatch.setattr(FakeEngine, "made", [], raising=False)
+    monkeypatch.setattr("unisono.launcher.engine_client.Engine", FakeEngine)
+    monkeypatch.setattr("unisono.launcher.tokenizer.Tokenizer", FakeTokenizer)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("RANK", *RENDEZVOUS):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*arguments, stdin=b""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        code = cli.run(["generate", model, *arguments])
+        out, err = capsys.readouterr()
+        return code, out, err.splitlines()
+
+    return call
+
+
+def test_one_prompt_streams_and_ends_with_a_closing_line(generate):
+    code, out, err = generate("hello é")
+    assert (code, out) == (0, "HELLO É\n")
+    assert err == [
+        "9 tokens in 1.30 s: 10.0 tok/s, 100.0 ms a token, first token 0.50 s "
+        "(1 rank, cpu, float32)"
+    ]
+    assert FakeEngine.made[0].log == ["enter", "start", "close"]
+
+
+def test_several_prompts_come_in_order_under_headings(generate):
+    code, out, err = generate("a longer prompt", "short", "--raw", "--tp", "2")
+    assert code == 0
+    assert out == "[1/2] a longer prompt\nA LONGER PROMPT\n\n[2/2] short\nSHORT\n\n"
+    assert err[-1].startswith("22 tokens of 2 prompts in ")
+    assert err[-1].endswith("first token 0.50 s (2 ranks, cpu, float32)")
+
+
+def test_json_is_one_line_a_prompt_and_nothing_else(generate, tmp_path):
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "Grüß dich"}]
+    file = tmp_path / "more.jsonl"
+    file.write_text(json.dumps({"messages": messages}))
+    code, out, _ = generate("one two three", "--json", "--prompts-file", str(file))
+    first, second = map(json.loads, out.splitlines())
+    assert code == 0
+    assert first == {
+        "index": 0,
+        "prompt": "one two three",
+        "text": "ONE TWO THREE",
+        "token_ids": [*b"ONE TWO THREE", EOS],
+        "finish_reason": "stop",
+        "usage": {
+            "prompt_tokens": len("<user>one two three<assistant>"),
+            "completion_tokens": 14,
+        },
+        "timing": {"first_token_s": 0.5, "total_s": 1.8},
+    }
+    assert (second["index"], second["prompt"], second["text"]) == (1, messages, "GRÜSS DICH")
+
+
+def test_json_of_a_single_prompt_does_not_stream(generate):
+    _, out, _ = generate("hi", "--json")
+    assert json.loads(out)["text"] == "HI"
+    assert out.count("\n") == 1
+
+
+def test_a_rejected_prompt_stops_no_other(generate):
+    code, out, err = generate("reject me", "serve me", "--json")
+    rejected, served = map(json.loads, out.splitlines())
+    assert code == 2
+    assert (rejected["finish_reason"], rejected["token_ids"]) == ("rejected", [])
+    assert rejected["error"] == "needs 9 blocks, there are 8"
+    assert rejected["usage"]["completion_tokens"] == 0
+    assert (served["finish_reason"], served["text"]) == ("stop", "SERVE ME")
+    assert "error" not in served
+    assert err[-1] == "unisono: error: prompt 1 of 2 was rejected: needs 9 blocks, there are 8"
+
+
+def test_a_single_rejected_prompt(generate):
+    code, out, err = generate("reject me")
+    assert (code, out) == (2, "")
+    assert err[-1] == "unisono: error: the prompt was rejected: needs 9 blocks, there are 8"
+
+
+def test_a_lost_worker_is_the_last_line_after_a_finished_line_of_text(generate):
+    code, out, err = generate("die now")
+    assert (code, out) == (1, "DIE NOW\n")
+    assert err[-1] == "unisono: rank 1 failed in step 3: KilledBySignal: SIGKILL"
+    assert FakeEngine.made[0].log == ["enter", "start", "close"]
+    assert FakeEngine.made[0].aborted == []
+
+
+def test_sampling_options_reach_the_engine(generate):
+    _, out, _ = generate("hello", "--max-tokens", "3", "--ignore-eos", "--stop-token-ids", "5,6")
+    assert out == "HEL\n"
+    assert FakeEngine.made[0].params == [
+        SamplingParams(max_tokens=3, ignore_eos=True, stop_token_ids=(5, 6))
+    ]
+
+
+def test_the_engine_gets_a_config_without_auto(generate, model):
+    generate("hello", "--tp", "3", "--max-requests", "4", "--log-level", "error")
+    config = FakeEngine.made[0].config
+    worker = config.runtime.worker
+    assert (config.log_level, worker.model_path) == ("error", model)
+    assert (worker.tp, worker.max_requests, worker.max_model_len) == (3, 4, 128)
+    assert (worker.device, worker.dtype, worker.num_token_ids) == ("cpu", "float32", 300)
+    assert worker.model.eos_token_ids == (2, EOS)
+
+
+def test_standard_input_is_a_prompt(generate):
+    assert generate("--raw", stdin=b"two\nlines\n")[1] == "TWO\nLINES\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x" * 128, "--raw"], "the prompt has 128 tokens: with one token of answer that is more"),
+        (["ok", "x" * 128, "--raw"], "prompt 2 of 2 has 128 tokens: with one token of answer"),
+        (["abc", "--raw", "--max-model-len", "3"], "the prompt has 3 tokens: with one token of"),
+        (["hi", "--stop-token-ids", "300"], "--stop-token-ids 300: the model's token ids run"),
+        (["hi", "--tp", "10"], "tp=10: 9 query heads in 3 groups"),
+        (["hi", "--device", "cuda"], "--device cuda: no GPU is visible here"),
+        (["hi", "--raw", "--system", "x"], "--system needs the chat template"),
+        ([], "no prompt: standard input is empty"),
+    ],
+    ids=lambda value: " ".join(value)[-30:] if isinstance(value, list) else None,
+)
+def test_user_errors_are_found_before_any_process_starts(generate, arguments, message):
+    code, out, err = generate(*arguments)
+    assert (code, out, len(err)) == (2, "", 1)
+    assert err[0].startswith(f"unisono: error: {message}")
+    assert FakeEngine.made == []
+
+
+def test_the_longest_prompt_that_fits_is_served(generate):
+    assert generate("x" * 127, "--raw")[0] == 0
+
+
+def test_damaged_weights_are_found_before_any_process_starts(generate, model):
+    with open(os.path.join(model, "model.safetensors"), "r+b") as file:
+        file.truncate(5000)
+    code, out, err = generate("hi")
+    assert (code, out, len(err)) == (2, "", 1)
+    assert "truncated" in err[0]
+    assert FakeEngine.made == []
+
+
+def test_rank_zero_of_a_cluster_launches_and_says_so(generate, monkeypatch):
+    for name, value in {**RENDEZVOUS, "RANK": "0", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = generate("hello")
+    assert (code, out) == (0, "HELLO\n")
+    assert err[0] == "unisono: launched by torchrun, rank 0 of 2"
+    assert err[-1].endswith("(2 ranks, cpu, float32)")
+    engine = FakeEngine.made[0]
+    assert engine.config.runtime.worker.tp == engine.cluster.world_size == 2
+
+
+def test_other_ranks_of_a_cluster_obey_and_print_nothing(generate, monkeypatch):
+    for name, value in {**RENDEZVOUS, "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    handlers = []
+
+    class Entry:
+        @staticmethod
+        def main_in_cluster():
+            handlers.extend(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM)))
+
+    monkeypatch.setitem(sys.modules, "unisono.workers.entry", Entry)
+    assert generate("hello") == (0, "", [])
+    assert handlers == [signal.SIG_DFL, signal.SIG_DFL]
+    assert FakeEngine.made == []
+
+
+# The loop itself
+
+
+def requests_of(*texts):
+    return [
+        Request(index=index, prompt=text, prompt_ids=tuple(text.encode()))
+        for index, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    monkeypatch.setattr(FakeEngine, "made", [], raising=False)
+    return FakeEngine(config=None)  # type: ignore[arg-type]
+
+
+def test_pieces_join_to_the_answer_for_interleaved_requests(engine):
+    texts = ("naïve 猫", "b", "日本語 text")
+    events = list(answer_all(engine, FakeTokenizer(), requests_of(*texts), SamplingParams()))
+    answers = {event.index: event for event in events if isinstance(event, Answer)}
+    pieces = [event for event in events if isinstance(event, Piece)]
+    assert [piece.index for piece in pieces[:3]] == [0, 1, 2]
+    for index, text in enumerate(texts):
+        mine = [piece for piece in pieces if piece.index == index]
+        assert "".join(piece.text for piece in mine) == answers[index].text == text.upper()
+        assert sum((piece.token_ids for piece in mine), ()) == answers[index].token_ids
+        assert answers[index].prompt == text
+        assert answers[index].num_prompt_tokens == len(text.encode())
+
+
+def test_what_is_left_of_a_cut_character_is_shown_at_the_end(engine):
+    params = SamplingParams(max_tokens=1)
+    events = list(answer_all(engine, FakeTokenizer(), requests_of("é"), params))
+    assert [event.text for event in events] == ["", "\ufffd", "\ufffd"]
+
+
+def test_leaving_early_aborts_what_runs(engine):
+    events = answer_all(engine, FakeTokenizer(), requests_of("a", "longer"), SamplingParams())
+    for event in events:
+        if isinstance(event, Answer):
+            break
+    events.close()
+    assert engine.aborted == [102]
+
+
+def test_a_lost_engine_is_not_asked_to_abort(engine):
+    with pytest.raises(WorkerLost):
+        list(answer_all(engine, FakeTokenizer(), requests_of("die", "other"), SamplingParams()))
+    assert engine.aborted == []
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ((), "the prompt is empty: it has no tokens"),
+        ((1, 2, 3, 4), "the prompt has 4 tokens: .* more than the 4 of --max-model-len"),
+        ((1, 300), "the prompt has token id 300: the model's ids run from 0 to 299"),
+    ],
+)
+def test_prompts_are_checked(ids, message):
+    from tests.launcher.fakes import tiny_model
+
+    worker = WorkerConfig(model_path="m", model=tiny_model(), max_model_len=4)
+    check_prompts([Request(index=0, prompt="x", prompt_ids=(1, 2, 3))], worker)
+    with pytest.raises(RequestRejected, match=message):
+        check_prompts([Request(index=0, prompt="x", prompt_ids=ids)], worker)
+
+
+# What is shown
+
+
+READY = EngineReady(
+    num_blocks=8, block_size=64, device="cuda", dtype="bfloat16", rank_pids=array("i")
+)
+
+
+def answer(index=0, tokens=256, first=0.41, total=3.1, reason="length"):
+    return Answer(
+        index=index,
+        prompt="p",
+        text="t" * tokens,
+        token_ids=(7,) * tokens,
+        finish_reason=reason,
+        num_prompt_tokens=5,
+        first_token_s=first,
+        total_s=total,
+    )
+
+
+@pytest.mark.parametrize(
+    ("answers", "seconds", "line"),
+    [
+        (
+            [answer(tokens=270)],
+            9.9,
+            "270 tokens in 3.10 s: 100.0 tok/s, 10.0 ms a token, first token 0.41 s",
+        ),
+        ([answer(tokens=1, total=0.41)], 9.9, "1 token in 0.41 s: first token 0.41 s"),
+        (
+            [answer(0, 1000), answer(1, 500, first=0.2)],
+            3.0,
+            "1,500 tokens of 2 prompts in 3.00 s: 500.0 tok/s, 2.0 ms a token, first token 0.20 s",
+        ),
+        (
+            [answer(0, 300), answer(1, 0, first=0.0, total=0.0, reason="rejected")],
+            3.0,
+            "300 tokens of 1 prompt in 3.00 s: 100.0 tok/s, 10.0 ms a token, first token 0.41 s",
+        ),
+        ([answer(tokens=0, reason="rejected")], 0.5, "0 tokens in 0.50 s"),
+    ],
+)
+def test_closing_line(answers, seconds, line):
+    assert closing_line(answers, seconds, READY, 2) == f"{line} (2 ranks, cuda, bfloat16)"
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_each_piece_is_flushed_before_the_next_is_asked_for():
+    out = io.StringIO()
+    seen = []
+
+    def events():
+        for text in ("one ", "two"):
+            yield Piece(index=0, text=text, token_ids=(1,))
+            seen.append(out.getvalue())
+        yield answer()
+
+    show(events(), [Prompt(text="p", origin="o")], Console(out, io.StringIO()), as_json=False)
+    assert (seen, out.getvalue()) == (["one ", "one two"], "one two\n")
+
+
+def test_an_answer_is_written_as_soon_as_those_before_it_are():
+    out = io.StringIO()
+    seen = []
+
+    def events():
+        for index in (1, 0, 2):
+            yield answer(index)
+            seen.append([json.loads(line)["index"] for line in out.getvalue().splitlines()])
+
+    prompts = [Prompt(text=str(index), origin="o") for index in range(3)]
+    answers = show(events(), prompts, Console(out, io.StringIO()), as_json=True)
+    assert seen == [[], [0, 1], [0, 1, 2]]
+    assert [each.index for each in answers] == [0, 1, 2]
+
+
+def test_bars_are_drawn_on_a_terminal_and_leave_stdout_alone():
+    out, err = io.StringIO(), Screen()
+    prompts = [Prompt(text=str(index), origin="o") for index in range(2)]
+    show(iter([answer(0, 3), answer(1, 2)]), prompts, Console(out, err), as_json=False)
+    assert out.getvalue() == "[1/2] p\nttt\n\n[2/2] p\ntt\n\n"
+    assert "prompts" in err.getvalue()
+    assert "2/2" in err.getvalue()
+
+
+def test_loading_sums_the_ranks():
+    from unisono.runtime.protocol import Starting
+
+    err = Screen()
+    with Console(io.StringIO(), err).loading() as progress:
+        progress(Starting(rank=-1, phase="starting"))
+        progress(Starting(rank=0, phase="loading", done=10_000_000, total=100_000_000))
+        progress(Starting(rank=1, phase="loading", done=50_000_000, total=100_000_000))
+    assert "loading" in err.getvalue()
+    assert "60.0/200.0 MB" in err.getvalue()
+
+
+def test_nothing_is_drawn_where_stderr_is_no_terminal():
+    err = io.StringIO()
+    console = Console(io.StringIO(), err)
+    with console.loading() as progress, console.fetching() as fetched:
+        from unisono.runtime.protocol import Starting
+
+        progress(Starting(rank=0, phase="loading", done=1, total=2))
+        fetched(1, 2)
+    assert err.getvalue() == ""

@@ -1,0 +1,216 @@
+"""`unisono inspect`: its numbers against a count by hand, its page within 100 columns."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+
+from tests.launcher.fakes import tiny_model, write_checkpoint
+from unisono.launcher import cli
+from unisono.launcher.inspect import CARDS, WIDTH, _runs, _size, make_report, plain_lines
+from unisono.models.config import ModelConfig, RopeConfig
+from unisono.models.partition import ModelPartition
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return write_checkpoint(tmp_path / "model")
+
+
+@pytest.fixture
+def inspect(model, capsys):
+    def call(*arguments):
+        code = cli.run(["inspect", str(model), *arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def report_of(config: ModelConfig, ranks: int, dtype: str = "bfloat16", max_model_len: int = 128):
+    return make_report(
+        "m", ModelPartition.of(config, ranks), dtype=dtype, max_model_len=max_model_len
+    )
+
+
+def count_by_hand(heads: int, kv: int, mlp: int, vocab: int, layers: int = 2) -> int:
+    """Weights of a rank of the tiny model: hidden 36, head_dim 4, head and embedding apart."""
+    attention = 36 * 4 * (heads + 2 * kv) + 36 * 4 * heads
+    return 2 * vocab * 36 + layers * (attention + 3 * 36 * mlp + 2 * 36) + 36
+
+
+def test_shares_of_an_uneven_cut():
+    report = report_of(tiny_model(), 2)
+    first, second = report.ranks
+    assert (first.query_heads, second.query_heads) == ((0, 6), (6, 9))
+    assert (first.kv_heads, second.kv_heads) == ((0, 2), (2, 3))
+    assert not first.kv_replicated
+    assert (first.mlp_channels, second.mlp_channels) == ((0, 32), (32, 64))
+    assert (first.vocab_rows, second.vocab_rows) == ((0, 192), (192, 300))
+    assert first.weight_bytes == 2 * count_by_hand(6, 2, 32, 192)
+    assert second.weight_bytes == 2 * count_by_hand(3, 1, 32, 108)
+    assert report.weight_bytes == first.weight_bytes + second.weight_bytes
+    # Keys and values, two layers, four channels, two bytes.
+    assert (first.kv_bytes_per_token, second.kv_bytes_per_token) == (2 * 64 // 2, 32)
+    assert report.kv_bytes_per_token == 96
+    assert report.kv_bytes_of_max_model_len == 96 * 128
+
+
+def test_replicated_kv_heads_are_marked():
+    report = report_of(tiny_model(), 4)
+    assert [share.kv_replicated for share in report.ranks] == [True, True, False, False]
+    text = "\n".join(plain_lines(report))
+    assert "0-1 (1)*" in text
+    assert "*: also on another rank" in text
+    assert "*" not in "\n".join(plain_lines(report_of(tiny_model(), 3)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_ceiling_is_bandwidth_over_what_the_fullest_rank_reads(ranks, tied):
+    config = tiny_model(tie_word_embeddings=tied)
+    report = report_of(config, ranks, "float32")
+    table = (
+        0 if tied else max(stop - start for start, stop in [report.ranks[0].vocab_rows]) * 36 * 4
+    )
+    share = report.ranks[0]
+    read = share.weight_bytes - table + share.kv_bytes_per_token * 128
+    assert share.streamed_bytes == read == max(each.streamed_bytes for each in report.ranks)
+    for card, ceiling in zip(CARDS, report.ceilings, strict=True):
+        assert ceiling["tokens_per_s"] == pytest.approx(card.bandwidth_tb_s * 1e12 / read)
+
+
+def test_an_even_cut_is_bandwidth_times_ranks_over_all_bytes():
+    config = tiny_model(num_heads=8, num_kv_heads=4, vocab_size=256)
+    report = report_of(config, 2)
+    total = sum(share.streamed_bytes for share in report.ranks)
+    assert report.ceilings[0]["tokens_per_s"] == pytest.approx(2 * 4.8e12 / total)
+
+
+def test_a_model_of_known_size():
+    """Qwen3-8B: 8.19 billion parameters, 144 KiB of KV a token in bfloat16."""
+    config = ModelConfig(
+        family="qwen3",
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=40960,
+        rope=RopeConfig(rotary_dim=128, theta=1e6),
+        qk_norm=True,
+        dtype="bfloat16",
+    )
+    report = report_of(config, 1, max_model_len=40960)
+    assert report.weight_bytes == 2 * 8_190_735_360
+    assert report.kv_bytes_per_token == 144 * 1024
+    assert report.context_tokens == 1024
+    # 15.1 GB of weights and 0.15 GB of KV a token.
+    assert report.ranks[0].streamed_bytes == pytest.approx(15.29e9, rel=1e-3)
+
+
+BIG = {
+    "vocab_size": 262144,
+    "hidden_size": 8192,
+    "intermediate_size": 131072,
+    "num_layers": 126,
+    "num_heads": 144,
+    "num_kv_heads": 9,
+    "head_dim": 128,
+    "max_position_embeddings": 1_048_576,
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 9])
+@pytest.mark.parametrize("big", [False, True])
+def test_the_page_fits_100_columns(ranks, big):
+    config = tiny_model(**BIG) if big else tiny_model()
+    lines = plain_lines(report_of(config, ranks, max_model_len=config.max_position_embeddings))
+    assert max(map(len, lines)) <= WIDTH
+
+
+def test_the_command_prints_plain_text_into_a_pipe(inspect):
+    code, out, err = inspect("--tp", "2")
+    assert (code, err) == (0, "")
+    assert "9 query heads, 3 KV heads, head_dim 4" in out
+    assert "dtype               float32" in out
+    assert "legal rank counts   1-9\n" in out
+    assert "vendor specification" in out
+
+
+def test_the_json_has_the_same_numbers(inspect):
+    code, out, err = inspect("--tp", "3", "--dtype", "bfloat16", "--max-model-len", "100", "--json")
+    report = json.loads(out)
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    assert (report["tp"], report["dtype"], report["max_model_len"]) == (3, "bfloat16", 100)
+    assert [rank["query_heads"] for rank in report["ranks"]] == [[0, 3], [3, 6], [6, 9]]
+    assert report["legal_rank_counts"] == list(range(1, 10))
+    assert report["kv_bytes_of_max_model_len"] == 96 * 100
+    assert report["facts"]["context_length"] == 128
+
+
+def test_a_terminal_gets_tables(model, monkeypatch):
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", "100")
+    assert cli.run(["inspect", str(model)]) == 0
+    assert "query heads" in screen.getvalue()
+    assert "━" in screen.getvalue()
+
+
+def test_a_config_without_weights_can_be_inspected(inspect, model):
+    (model / "model.safetensors").unlink()
+    assert inspect()[0] == 0
+
+
+def test_weights_of_another_model_are_an_error(inspect, model):
+    text = (model / "config.json").read_text()
+    (model / "config.json").write_text(text.replace('"vocab_size": 300', '"vocab_size": 301'))
+    code, out, err = inspect()
+    assert (code, out) == (2, "")
+    assert "has shape [300, 36], the configuration says [301, 36]" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "10"], "tp=10: 9 query heads in 3 groups"),
+        (["--max-model-len", "129"], "--max-model-len 129: the model's limit is 128 tokens"),
+        (["--dtype", "int4"], "--dtype int4: choose auto"),
+    ],
+    ids=" ".join,
+)
+def test_refusals(inspect, arguments, message):
+    code, out, err = inspect(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"unisono: error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (15 * 1024, "15.0 KiB"),
+        (2**30, "1.00 GiB"),
+    ],
+)
+def test_sizes(count, text):
+    assert _size(count) == text
+
+
+def test_runs():
+    assert _runs([1, 2, 3, 6, 8, 9]) == "1-3, 6, 8-9"
+    assert _runs([1]) == "1"

@@ -1,0 +1,194 @@
+"""Options are the config fields: none is ignored, each default is written once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from tests.launcher.fakes import tiny_model
+from unisono.launcher import generate, inspect, options
+from unisono.launcher.config import LOG_LEVELS, LaunchConfig
+from unisono.launcher.options import (
+    LAUNCH_OPTIONS,
+    SAMPLING_OPTIONS,
+    check_sampling_params,
+    config_options,
+    given,
+    make_launch_config,
+    make_sampling_params,
+    option_spec,
+)
+from unisono.models.config import ConfigError
+from unisono.runtime.config import RuntimeConfig
+from unisono.runtime.protocol import SamplingParams
+from unisono.workers.config import DEVICES, DTYPES, WorkerConfig
+
+OTHER_VALUES = {
+    "tp": ("3", 3),
+    "dtype": ("bfloat16", "bfloat16"),
+    "device": ("cpu", "cpu"),
+    "max_model_len": ("77", 77),
+    "max_requests": ("5", 5),
+    "kv_tokens": ("640", 640),
+    "max_step_tokens": ("99", 99),
+    "log_level": ("debug", "debug"),
+    "start_timeout_s": ("12.5", 12.5),
+    "stop_grace_s": ("0", 0.0),
+    "max_tokens": ("9", 9),
+    "ignore_eos": (None, True),
+    "stop_token_ids": ("7,11", (7, 11)),
+}
+"""For each option: text that differs from its default, and the value it stands for."""
+
+
+def arguments_of(name: str) -> list[str]:
+    text, _ = OTHER_VALUES[name]
+    return [option_spec(name).flag] + ([] if text is None else [text])
+
+
+def parse(*arguments: str) -> dict[str, object]:
+    @click.command()
+    @config_options(*LAUNCH_OPTIONS, *SAMPLING_OPTIONS)
+    def command(**values: object) -> dict[str, object]:
+        return values
+
+    return CliRunner().invoke(command, arguments, standalone_mode=False).return_value
+
+
+def launch(values: dict[str, object]) -> LaunchConfig:
+    return make_launch_config(values, model_path="m", model=tiny_model())
+
+
+def field_of(config: LaunchConfig, name: str) -> object:
+    for owner in (config, config.runtime, config.runtime.worker):
+        if name in {field.name for field in dataclasses.fields(owner)}:
+            return getattr(owner, name)
+    raise AssertionError(f"{name} is not a field")
+
+
+@pytest.mark.parametrize("name", LAUNCH_OPTIONS)
+def test_every_launch_option_reaches_the_config(name):
+    config = launch(given(parse(*arguments_of(name)), LAUNCH_OPTIONS))
+    expected = OTHER_VALUES[name][1]
+    assert field_of(config, name) == expected != option_spec(name).default
+    untouched = [other for other in LAUNCH_OPTIONS if other != name]
+    assert all(field_of(config, other) == option_spec(other).default for other in untouched)
+
+
+@pytest.mark.parametrize("name", SAMPLING_OPTIONS)
+def test_every_sampling_option_reaches_the_params(name):
+    params = make_sampling_params(given(parse(*arguments_of(name)), SAMPLING_OPTIONS))
+    assert getattr(params, name) == OTHER_VALUES[name][1] != option_spec(name).default
+
+
+def test_every_field_with_a_default_is_an_option():
+    """A new config field is exposed, or this test is told why not."""
+    owners = (LaunchConfig, RuntimeConfig, WorkerConfig)
+    fields = [field for owner in owners for field in dataclasses.fields(owner)]
+    named = {field.name for field in fields if field.default is not dataclasses.MISSING}
+    # Not for the user to choose: the tokenizer says it (launcher/resolve.py).
+    assert named - {"num_token_ids"} == {*LAUNCH_OPTIONS}
+    assert tuple(field.name for field in dataclasses.fields(SamplingParams)) == SAMPLING_OPTIONS
+
+
+@pytest.mark.parametrize("command", [generate.command, inspect.command], ids=lambda c: c.name)
+def test_commands_write_no_default_of_a_config_field(command):
+    mine = {*LAUNCH_OPTIONS, *SAMPLING_OPTIONS}
+    shared = [param for param in command.params if param.name in mine]
+    assert shared
+    assert [param.name for param in shared if param.default is not None and param.default] == []
+
+
+@pytest.mark.parametrize("name", [*LAUNCH_OPTIONS, *SAMPLING_OPTIONS])
+def test_help_comes_from_the_docstring_below_the_field(name):
+    spec = option_spec(name)
+    assert spec.help.endswith(".")
+    assert "\n" not in spec.help
+
+
+def test_help_shows_text_choices_and_default():
+    text = CliRunner().invoke(generate.command, ["--help"], terminal_width=200).output
+    assert "--max-tokens N" in text
+    assert "Most tokens of one answer.  [default: 256]" in text
+    for choices in (DTYPES, DEVICES, LOG_LEVELS):
+        assert f"[{'|'.join(choices)}]" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "0"], "--tp 0: must be at least 1"),
+        (["--tp", "two"], "--tp two: expected a whole number"),
+        (["--tp", "1.0"], "--tp 1.0: expected a whole number"),
+        (["--dtype", "int8"], "--dtype int8: choose auto, float32, bfloat16 or float16"),
+        (["--device", "tpu"], "--device tpu: choose auto, cpu or cuda"),
+        (["--log-level", "INFO"], "--log-level INFO: choose debug, info, warning or error"),
+        (["--max-model-len", "1"], "--max-model-len 1: must be 0 (automatic) or at least 2"),
+        (["--max-model-len", "-5"], "--max-model-len -5: must be 0 (automatic) or at least 2"),
+        (["--max-requests", "0"], "--max-requests 0: must be at least 1"),
+        (["--max-step-tokens", "0"], "--max-step-tokens 0: must be at least 1"),
+        (["--kv-tokens", "-1"], "--kv-tokens -1: must be at least 0"),
+        (["--max-tokens", "0"], "--max-tokens 0: must be at least 1"),
+        (["--start-timeout-s", "nan"], "--start-timeout-s nan: expected a number of seconds"),
+        (["--start-timeout-s", "inf"], "--start-timeout-s inf: expected a number of seconds"),
+        (["--stop-grace-s", "-1"], "--stop-grace-s -1.0: must be at least 0"),
+        (["--stop-token-ids", "1,x"], "--stop-token-ids 1,x: expected token ids separated by"),
+        (["--stop-token-ids", ""], "--stop-token-ids : expected token ids separated by commas"),
+    ],
+    ids=" ".join,
+)
+def test_illegal_values_are_refused_in_one_line(arguments, message):
+    @click.command()
+    @config_options(*LAUNCH_OPTIONS, *SAMPLING_OPTIONS)
+    def command(**values: object) -> None:
+        raise AssertionError("must not run")
+
+    with pytest.raises(ConfigError) as caught:
+        command.main(arguments, standalone_mode=False)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tp": "2"}, "--tp '2': expected a whole number"),
+        ({"tp": True}, "--tp True: expected a whole number"),
+        ({"tp": 0}, "--tp 0: must be at least 1"),
+        ({"dtype": None}, "--dtype None: expected text"),
+        ({"temperature": 1.0}, "unknown option 'temperature': choose from tp, dtype"),
+        ({"model": "x"}, "unknown option 'model': choose from tp, dtype"),
+        ({"max_tokens": 4}, "unknown option 'max_tokens': choose from tp, dtype"),
+    ],
+    ids=str,
+)
+def test_a_script_gets_the_same_checks(values, message):
+    with pytest.raises(ConfigError) as caught:
+        launch(values)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (SamplingParams(max_tokens=0), "--max-tokens 0: must be at least 1"),
+        (SamplingParams(stop_token_ids=(300,)), "--stop-token-ids 300: the model's token ids run"),
+        (SamplingParams(stop_token_ids=(-1,)), "--stop-token-ids -1: the model's token ids run"),
+        (SamplingParams(ignore_eos="yes"), "--ignore-eos 'yes': expected True or False"),  # type: ignore[arg-type]
+    ],
+    ids=str,
+)
+def test_params_are_checked_against_the_model(params, message):
+    check_sampling_params(SamplingParams(stop_token_ids=(0, 299)), tiny_model())
+    with pytest.raises(ConfigError) as caught:
+        check_sampling_params(params, tiny_model())
+    assert str(caught.value).startswith(message)
+
+
+def test_ranges_and_choices_name_real_options():
+    specs = options._all_specs()
+    for table in (options._CHOICES, options._LEAST, options._ZERO_IS_AUTO):
+        assert set(table) <= set(specs)

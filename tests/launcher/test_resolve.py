@@ -1,0 +1,198 @@
+"""What `auto` becomes, and what is refused before any process starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launcher.fakes import tiny_model, write_checkpoint
+from unisono.launcher import resolve
+from unisono.launcher.cluster import ClusterFacts
+from unisono.launcher.resolve import (
+    HostFacts,
+    check_checkpoint,
+    count_gpus,
+    host_facts,
+    prepare,
+    resolve_config,
+    with_tokenizer,
+)
+from unisono.models.config import ConfigError, RopeConfig
+from unisono.models.headers import CheckpointError
+from unisono.models.partition import ModelPartition, PartitionError
+
+CPU = HostFacts(num_gpus=0, torch_has_cuda=False)
+TWO_GPUS = HostFacts(num_gpus=2, torch_has_cuda=True)
+CLUSTER = ClusterFacts(
+    launcher="torchrun",
+    rank=0,
+    world_size=2,
+    local_rank=0,
+    local_world_size=2,
+    master_addr="127.0.0.1",
+    master_port=29500,
+)
+
+
+def worker_of(options=(), *, host=CPU, cluster=None, **model):
+    config = resolve_config(dict(options), "path", tiny_model(**model), host, cluster)
+    return config.runtime.worker
+
+
+@pytest.mark.parametrize(
+    ("options", "host", "device", "dtype"),
+    [
+        ({}, CPU, "cpu", "float32"),
+        ({}, TWO_GPUS, "cuda", "bfloat16"),
+        ({"device": "cpu"}, TWO_GPUS, "cpu", "float32"),
+        ({"device": "cuda"}, TWO_GPUS, "cuda", "bfloat16"),
+        ({"dtype": "bfloat16"}, CPU, "cpu", "bfloat16"),
+        ({"dtype": "float16"}, TWO_GPUS, "cuda", "float16"),
+        # A GPU that the installed torch cannot use is no reason to fail.
+        ({}, HostFacts(num_gpus=2, torch_has_cuda=False), "cpu", "float32"),
+    ],
+    ids=str,
+)
+def test_device_and_dtype(options, host, device, dtype):
+    worker = worker_of(options, host=host)
+    assert (worker.device, worker.dtype) == (device, dtype)
+
+
+def test_max_model_len_zero_is_the_models_limit():
+    assert worker_of().max_model_len == 128
+    assert worker_of({"max_model_len": 128}).max_model_len == 128
+    rope = RopeConfig(rope_type="linear", rotary_dim=4, factor=4.0)
+    assert worker_of(rope=rope).max_model_len == 512
+
+
+def test_options_survive_and_the_rest_is_default():
+    config = resolve_config(
+        {"tp": 2, "log_level": "info", "max_step_tokens": 7}, "path", tiny_model(), CPU
+    )
+    assert (config.log_level, config.runtime.max_step_tokens) == ("info", 7)
+    worker = config.runtime.worker
+    assert (worker.tp, worker.model_path, worker.max_requests) == (2, "path", 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "host", "message"),
+    [
+        ({"device": "cuda"}, CPU, "--device cuda: no GPU is visible here; choose cpu or auto"),
+        (
+            {"device": "cuda"},
+            HostFacts(num_gpus=1, torch_has_cuda=False),
+            "--device cuda: the installed torch is built without CUDA; choose cpu or auto",
+        ),
+        ({"tp": 3}, TWO_GPUS, "tp=3 on cuda: every rank needs a GPU and 2 are visible; choose"),
+        ({"dtype": "float16"}, CPU, "--dtype float16: on cpu choose float32 or bfloat16"),
+        (
+            {"max_model_len": 129},
+            CPU,
+            "--max-model-len 129: the model's limit is 128 tokens; choose 2 to 128",
+        ),
+        ({"tp": 0}, CPU, "--tp 0: must be at least 1"),
+        ({"kv_tokens": -1}, CPU, "--kv-tokens -1: must be at least 0"),
+    ],
+    ids=str,
+)
+def test_refusals(options, host, message):
+    with pytest.raises(ConfigError) as caught:
+        worker_of(options, host=host)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_illegal_rank_count_names_the_legal_ones():
+    with pytest.raises(PartitionError, match=r"tp=10: .*legal rank counts: 1, 2, 3, 4, 5, 6, 7, 8"):
+        worker_of({"tp": 10})
+
+
+def test_tp_follows_the_cluster():
+    assert worker_of(cluster=CLUSTER).tp == 2
+    assert worker_of({"tp": 2}, cluster=CLUSTER).tp == 2
+    with pytest.raises(ConfigError, match="tp=3: torchrun started 2 ranks"):
+        worker_of({"tp": 3}, cluster=CLUSTER)
+    with pytest.raises(ConfigError, match="tp=1: torchrun started 2 ranks"):
+        worker_of({"tp": 1}, cluster=CLUSTER)
+
+
+def test_each_host_of_a_cluster_needs_gpus_for_its_own_ranks():
+    spread = ClusterFacts(
+        launcher="srun",
+        rank=0,
+        world_size=3,
+        local_rank=0,
+        local_world_size=2,
+        master_addr="node1",
+        master_port=29500,
+    )
+    assert worker_of(host=TWO_GPUS, cluster=spread).device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 3),
+        ("", 0),
+        ("-1", 0),
+        ("0", 1),
+        ("2, 0", 2),
+        ("0,-1,1", 1),
+        ("0,3,1", 1),
+        ("GPU-8932f937-d72c", 1),
+        ("0,1,2,0", 3),
+        ("none", 0),
+    ],
+)
+def test_count_gpus_reads_visible_devices_like_cuda(tmp_path, visible, count):
+    for name in ("nvidia0", "nvidia1", "nvidia7", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert count_gpus(environ, tmp_path) == count
+
+
+@pytest.mark.parametrize(
+    ("line", "has_cuda"), [("'12.8'", True), ('"13.0"', True), ("None", False)]
+)
+def test_torch_is_asked_through_its_version_file(tmp_path, monkeypatch, line, has_cuda):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "torch" / "version.py").write_text(f"cuda: Optional[str] = {line}\nhip = '6'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(resolve.importlib.sys.modules, "torch", raising=False)
+    assert host_facts({}).torch_has_cuda is has_cuda
+
+
+def test_prepare_reads_config_and_headers(tmp_path):
+    path = write_checkpoint(tmp_path / "model")
+    prepared = prepare(str(path), {"tp": 2, "device": "cpu"}, {})
+    worker = prepared.worker
+    assert (prepared.source.path, worker.model_path) == (path, str(path))
+    assert (worker.tp, worker.device, worker.dtype) == (2, "cpu", "float32")
+    assert worker.model.num_heads == 9
+
+
+def test_prepare_refuses_weights_that_do_not_fit_the_config(tmp_path):
+    path = write_checkpoint(tmp_path / "model")
+    text = (path / "config.json").read_text()
+    (path / "config.json").write_text(
+        text.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3')
+    )
+    with pytest.raises(CheckpointError, match="missing"):
+        prepare(str(path), {}, {})
+
+
+def test_a_directory_without_weights_can_only_be_looked_at(tmp_path):
+    path = write_checkpoint(tmp_path / "model")
+    (path / "model.safetensors").unlink()
+    partition = ModelPartition.of(tiny_model(), 1)
+    check_checkpoint(path, partition, weights_required=False)
+    with pytest.raises(CheckpointError):
+        check_checkpoint(path, partition)
+
+
+def test_the_tokenizer_adds_end_tokens_and_bounds_the_choice():
+    config = resolve_config({}, "path", tiny_model(eos_token_ids=(2, 9)), CPU)
+    worker = with_tokenizer(config, 290, [9, 5]).runtime.worker
+    assert (worker.model.eos_token_ids, worker.num_token_ids) == ((2, 5, 9), 290)
+    # A tokenizer may know more ids than the model has rows.
+    assert with_tokenizer(config, 500, []).runtime.worker.num_token_ids == 300
