@@ -1,0 +1,143 @@
+"""The demo model, as a user runs it, against transformers reading the same file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.end_to_end.command import json_lines, run
+from unisono.launcher.demo_model import demo_model_path
+
+PROMPTS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Explain recursion to a child.",
+    "List three uses of copper.",
+    "Translate 'good morning' into Spanish.",
+    "Why is the sky blue?",
+    "def fibonacci(n):",
+    "Who wrote Hamlet, and when?",
+    "Give me a recipe for pancakes with four ingredients.",
+    "What is 17 + 25?",
+    "Summarise: The quick brown fox jumps over the lazy dog. The dog sleeps on.",
+    "Name the planets in order.",
+    "안녕하세요! 한국어로 대답해 주세요.",
+    "Schreibe einen Satz auf Deutsch.",
+    "What does the emoji 🦊 mean?",
+    "Compare cats and dogs in two sentences.",
+    "How do I reverse a list in Python?",
+    "Tell me a joke about computers.",
+    "What year did the first person walk on the moon?",
+    "Complete the sentence: Once upon a time, in a small village by a river,",
+]
+TOKENS = 64
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python")
+
+
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("demo") / "prompts.txt"
+    path.write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def oracle() -> tuple[Any, Any]:
+    """transformers' model and tokenizer of the demo file, float32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = demo_model_path()
+    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(**where)
+
+
+def generate(prompts_file: Path, *options: str, command: tuple[str, ...] = ()) -> list[Any]:
+    where = {"command": command} if command else {}
+    out, _ = run(
+        "generate",
+        "demo",
+        "--prompts-file",
+        str(prompts_file),
+        "--max-tokens",
+        str(TOKENS),
+        "--dtype",
+        "float32",
+        "--json",
+        *options,
+        **where,
+    )
+    answers = json_lines(out)
+    assert [answer["index"] for answer in answers] == list(range(len(PROMPTS)))
+    return answers
+
+
+@pytest.mark.timeout(400)
+def test_twenty_answers_equal_transformers_on_one_two_and_three_ranks(
+    prompts_file: Path, oracle: tuple[Any, Any]
+) -> None:
+    """Every token is the one that transformers finds likeliest after the same text.
+
+    By induction that is its greedy answer: one forward over prompt and answer has the logits of
+    every step.
+    """
+    model, tokenizer = oracle
+    alone = generate(prompts_file)
+    for prompt, answer in zip(PROMPTS, alone, strict=True):
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True
+        )["input_ids"]
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+        tokens = answer["token_ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + tokens])).logits[0]
+        assert tokens == logits[len(ids) - 1 : -1].argmax(-1).tolist(), prompt
+        ended = tokens[-1] == tokenizer.eos_token_id
+        assert ended or len(tokens) == TOKENS
+        assert answer["finish_reason"] == ("stop" if ended else "length")
+        assert answer["text"] == tokenizer.decode(tokens, skip_special_tokens=True)
+    for tp in (2, 3):
+        ranks = generate(prompts_file, "--tp", str(tp))
+        assert [a["token_ids"] for a in ranks] == [a["token_ids"] for a in alone]
+
+
+@pytest.mark.timeout(200)
+def test_torchrun_gives_the_answer_of_our_launcher(prompts_file: Path) -> None:
+    few = prompts_file.with_name("few.txt")
+    few.write_text("\n".join(PROMPTS[:4]) + "\n", encoding="utf-8")
+    options = ("generate", "demo", "--prompts-file", str(few), "--max-tokens", "32", "--json")
+    out, _ = run(*options, "--tp", "2")
+    command = (*TORCHRUN, "--nproc-per-node", "2", sys.executable, "-m", "unisono")
+    torchrun_out, err = run(*options, command=command)
+    assert "launched by torchrun, rank 0 of 2" in err
+    ours, theirs = json_lines(out), json_lines(torchrun_out)
+    assert [a["token_ids"] for a in theirs] == [a["token_ids"] for a in ours]
+
+
+def test_the_demo_says_paris_on_two_ranks() -> None:
+    out, err = run("generate", "demo", "What is the capital of France?", "--tp", "2")
+    assert "Paris" in out
+    assert "2 ranks" in err.splitlines()[-1]
+
+
+def test_llm_in_a_script_without_a_main_guard(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from unisono import LLM, SamplingParams\n"
+        "with LLM('demo', tp=2) as llm:\n"
+        "    params = SamplingParams(max_tokens=24)\n"
+        "    question = {'role': 'user', 'content': 'What is the capital of France?'}\n"
+        "    first = llm.chat([question], params)\n"
+        "    print(first.text)\n"
+        "    answers = llm.generate(['The sea is', 'One, two, three,'], params)\n"
+        "    again = llm.generate('The sea is', params)\n"
+        "    print(answers[0].token_ids == again[0].token_ids, len(answers))\n"
+    )
+    out, _ = run(str(script), command=(sys.executable,))
+    lines = out.splitlines()
+    assert "Paris" in lines[0]
+    assert lines[-1] == "True 2"

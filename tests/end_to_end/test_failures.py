@@ -1,0 +1,187 @@
+"""Real processes that fail or are killed: the cause is the last line, and nothing stays behind.
+
+That no process and no private directory stays is checked after every test (tests/conftest.py).
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.end_to_end.command import plant, run, start
+from tests.tiny import write_checkpoint
+from tests.tiny_tokenizers import byte_level_tokenizer
+
+LONG = ("--raw", "--ignore-eos", "--max-tokens", "20000", "--max-model-len", "30000")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny checkpoint that answers for a long time."""
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint("long", directory)
+    byte_level_tokenizer().save(str(directory / "tokenizer.json"))
+    return str(directory)
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+def wait_for_output(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.read(1), "ended before its first character"
+
+
+def test_an_exception_while_loading_is_the_last_line(model: str, tmp_path: Path) -> None:
+    env = plant(
+        tmp_path,
+        1,
+        {
+            "unisono.models.ledger:fill_weights": "def planted(original, *args):\n"
+            "    raise ValueError('planted while loading')"
+        },
+    )
+    _, err = run("generate", model, "hello", "--tp", "2", env=env, code=1)
+    assert last_line(err) == (
+        "unisono: rank 1 failed in phase 'load weights': ValueError: planted while loading"
+    )
+
+
+def test_an_exception_in_a_step_wins_over_what_its_peers_see(model: str, tmp_path: Path) -> None:
+    env = plant(
+        tmp_path,
+        2,
+        {
+            "unisono.workers.model_runner:ModelRunner.step": "def planted(original, self, plan):\n"
+            "    if plan.step == 5: raise ValueError('planted in a step')\n"
+            "    return original(self, plan)"
+        },
+    )
+    _, err = run("generate", model, "hello", "--tp", "3", *LONG, env=env, code=1)
+    assert last_line(err) == (
+        "unisono: rank 2 failed in phase 'step' (step 5): ValueError: planted in a step"
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "name"),
+    [("os.abort()", 6, "SIGABRT"), ("os.kill(os.getpid(), 9)", 9, "SIGKILL")],
+)
+def test_a_death_without_a_word_names_rank_phase_and_signal(
+    model: str, tmp_path: Path, call: str, number: int, name: str
+) -> None:
+    env = plant(
+        tmp_path,
+        1,
+        {
+            "unisono.workers.model_runner:ModelRunner.step": "import os\n"
+            "def planted(original, self, plan):\n"
+            f"    if plan.step == 5: {call}\n"
+            "    return original(self, plan)"
+        },
+    )
+    began = time.monotonic()
+    _, err = run("generate", model, "hello", "--tp", "2", *LONG, env=env, code=1)
+    line = last_line(err)
+    assert line.startswith("unisono: rank 1 (pid ")
+    assert line.endswith(f"died in phase 'step' by signal {number} ({name})")
+    assert time.monotonic() - began < 30
+
+
+def test_a_rank_killed_while_loading_is_named(model: str, tmp_path: Path) -> None:
+    env = plant(
+        tmp_path,
+        1,
+        {
+            "unisono.models.ledger:fill_weights": "import os\n"
+            "def planted(original, *args):\n"
+            "    os.kill(os.getpid(), 9)"
+        },
+    )
+    _, err = run("generate", model, "hello", "--tp", "3", env=env, code=1)
+    assert "rank 1" in last_line(err)
+    assert last_line(err).endswith("died in phase 'load weights' by signal 9 (SIGKILL)")
+
+
+def test_ranks_that_choose_other_tokens_are_found(model: str, tmp_path: Path) -> None:
+    env = plant(
+        tmp_path,
+        1,
+        {
+            "unisono.workers.model_runner:ModelRunner.step": "def planted(original, self, plan):\n"
+            "    tokens = original(self, plan)\n"
+            "    return [token + (plan.step == 3) for token in tokens]"
+        },
+    )
+    _, err = run("generate", model, "hello", "--tp", "2", *LONG, env=env, code=1)
+    assert "rank 1 diverged from rank 0 in step 3: other tokens" in last_line(err)
+
+
+def test_nan_logits_are_a_fault_not_a_token(model: str, tmp_path: Path) -> None:
+    env = plant(
+        tmp_path,
+        0,
+        {
+            "unisono.models.llama:Llama.logits": "def planted(original, self, hidden):\n"
+            "    return original(self, hidden) * float('nan')"
+        },
+    )
+    _, err = run("generate", model, "hello", env=env, code=1)
+    assert "FloatingPointError: the logits of sampling rows [0] hold NaN" in last_line(err)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(200)
+def test_ctrl_c_at_any_moment_ends_everything(model: str) -> None:
+    for moment in [0.05, 0.2, *(random.uniform(0.3, 4.0) for _ in range(6))]:
+        process = start("generate", model, "hello", "--tp", "2", *LONG)
+        try:
+            process.communicate(timeout=moment)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+        # Before our handler is there Python itself ends by the signal.
+        assert process.returncode in (130, -signal.SIGINT), f"after {moment:.2f} s"
+
+
+def test_sigterm_is_a_clean_stop(model: str) -> None:
+    process = start("generate", model, "hello", "--tp", "2", *LONG)
+    wait_for_output(process)
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == 143
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("moment", ["loading", "answering"])
+def test_kill_minus_9_of_the_launcher_leaves_nothing(model: str, moment: str) -> None:
+    process = start("generate", model, "hello", "--tp", "2", *LONG)
+    if moment == "answering":
+        wait_for_output(process)
+    else:
+        time.sleep(1.0)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children, "the launcher had started its processes"
+    process.kill()
+    process.communicate(timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+def test_a_closed_pipe_is_quiet(model: str) -> None:
+    process = start("generate", model, "hello", *LONG)
+    wait_for_output(process)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    process.wait(timeout=20)
+    assert "Traceback" not in err

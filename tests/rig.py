@@ -1,0 +1,256 @@
+"""A whole engine inside one process: the real scheduler and model runners, ranks as threads.
+
+Nothing is faked but the transport: a rank is a thread, and its collectives meet at a barrier.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.models.checkpoint import open_checkpoint
+from unisono.models.config_reader import read_model_config
+from unisono.models.interface import Build, ForwardBatch
+from unisono.models.ledger import fill_weights
+from unisono.models.llama import Llama
+from unisono.models.partition import ModelPartition
+from unisono.models.registry import model_class
+from unisono.ops import dispatch
+from unisono.ops.attention import AttentionShape
+from unisono.ops.comm import Group
+from unisono.runtime.protocol import SamplingParams
+from unisono.runtime.request import Request
+from unisono.runtime.scheduler import Scheduler
+from unisono.workers.batch_builder import BatchBuilder
+from unisono.workers.device import torch_dtype
+from unisono.workers.graph_pool import GraphPool
+from unisono.workers.kv_cache import KVCache
+from unisono.workers.model_runner import ModelRunner
+from unisono.workers.protocol import Phase, StepPlan
+from unisono.workers.sampler import Sampler
+from unisono.workers.slot_table import SlotTable
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+
+
+class Meeting:
+    """Where the threads of one group exchange tensors."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.places: list[Any] = [None] * size
+
+    def exchange(self, rank: int, value: T) -> list[T]:
+        self.places[rank] = value
+        self.barrier.wait()
+        everyone = list(self.places)
+        self.barrier.wait()
+        return everyone
+
+
+class ThreadGroup(Group):
+    """A rank of a Meeting: the sums and their order are the real Group's."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__(rank, meeting.size, None)
+        self._meeting = meeting
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        return self._meeting.exchange(self.rank, x.clone())
+
+
+def run_ranks(size: int, body: Callable[[Group], T]) -> list[T]:
+    """Run `body` as every rank of a group of `size`; return what each returned."""
+    meeting = Meeting(size)
+
+    def guarded(rank: int) -> T:
+        try:
+            return body(ThreadGroup(rank, meeting))
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return [future.result() for future in [pool.submit(guarded, r) for r in range(size)]]
+
+
+@dataclass
+class Rank:
+    """One rank's model and buffers."""
+
+    group: Group
+    ops: dispatch.Ops
+    model: Llama
+    cache: KVCache
+    runner: ModelRunner
+    logits: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Answer:
+    """Tokens of one request and the fp32 logits that chose them, [tokens, vocabulary]."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    reason: str = ""
+
+
+class LocalEngine:
+    """A checkpoint on `tp` thread ranks."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        tp: int = 1,
+        dtype: str = "float32",
+        max_model_len: int = 128,
+        num_blocks: int = 64,
+        max_requests: int = 16,
+        max_step_tokens: int = 2048,
+    ) -> None:
+        self.config = read_model_config(path)
+        self.partition = ModelPartition.of(self.config, tp)
+        self.max_model_len = max_model_len
+        self._path, self._dtype = path, torch_dtype(dtype)
+        self._scheduling = {
+            "num_blocks": num_blocks,
+            "max_requests": max_requests,
+            "max_model_len": max_model_len,
+            "max_step_tokens": max_step_tokens,
+        }
+        self.ranks = run_ranks(tp, self._build_rank)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 16,
+        arrivals: Sequence[int] = (),
+        eos_token_ids: Sequence[int] = (),
+        before_step: Callable[[int], None] = lambda step: None,
+    ) -> list[Answer]:
+        """Answer greedily; request i arrives before step arrivals[i] (default: at once)."""
+        scheduler = Scheduler(eos_token_ids=eos_token_ids, **self._scheduling)
+        answers = [Answer() for _ in prompts]
+        waiting = [
+            (arrivals[i] if arrivals else 0, self._request(i, prompt, max_tokens))
+            for i, prompt in enumerate(prompts)
+        ]
+        step = 0
+        while waiting or scheduler.has_work:
+            for arrival, request in [entry for entry in waiting if entry[0] <= step]:
+                scheduler.add(request)
+                waiting.remove((arrival, request))
+            before_step(step)
+            step += 1
+            plan = scheduler.next_plan()
+            scheduler.audit()
+            if plan is None:
+                continue
+            tokens, logits = self.step(plan)
+            for news, row in zip(scheduler.apply(tokens), logits, strict=True):
+                answer = answers[news.request.request_id]
+                answer.token_ids.append(news.token_id)
+                answer.logits.append(row)
+                answer.reason = news.reason or ""
+            scheduler.audit()
+        assert scheduler.ledger.num_free == scheduler.ledger.num_blocks
+        return answers
+
+    def step(self, plan: StepPlan) -> tuple[list[int], list[Tensor]]:
+        """Run one plan on every rank; tokens, and the whole vocabulary's logits of their rows."""
+
+        def run(rank: Rank) -> list[int]:
+            try:
+                return rank.runner.step(plan)
+            except BaseException:
+                rank.group._meeting.barrier.abort()  # type: ignore[attr-defined]
+                raise
+
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            tokens = list(pool.map(run, self.ranks))
+        assert all(rank_tokens == tokens[0] for rank_tokens in tokens)
+        digests = {rank.group.digest for rank in self.ranks}
+        assert len(digests) == 1, "ranks ran different collectives"
+        if not any(phase != Phase.CHUNK for phase in plan.rows.phase):
+            return [], []
+        return tokens[0], list(torch.cat([rank.logits.pop() for rank in self.ranks], dim=1))
+
+    @torch.inference_mode()
+    def prompt_logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits at every position of one whole prompt, [len(ids), vocabulary]."""
+        blocks = -(-len(ids) // 64)
+        table = torch.arange(1, blocks + 1)[None, :]
+        positions = torch.arange(len(ids))
+
+        def run(rank: Rank) -> Tensor:
+            shape = self._shape(rank.group.rank)
+            rank.cache.clear(range(1, blocks + 1))
+            batch = ForwardBatch(
+                torch.tensor(ids),
+                positions,
+                table[0, positions // 64] * 64 + positions % 64,
+                {
+                    window: rank.ops.plan_attention(shape, [0], [len(ids)], table, window)
+                    for window in self._windows()
+                },
+            )
+            return rank.model.head(rank.model.forward(batch, rank.cache.layers))
+
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            return torch.cat(list(pool.map(torch.inference_mode()(run), self.ranks)), dim=1)
+
+    def _request(self, index: int, prompt: Sequence[int], max_tokens: int) -> Request:
+        room = self.max_model_len - len(prompt)
+        return Request(
+            client="test",
+            request_id=index,
+            prompt_ids=array("i", prompt),
+            params=SamplingParams(max_tokens=max_tokens),
+            max_tokens=min(max_tokens, room),
+            arrived_s=0.0,
+        )
+
+    @torch.inference_mode()
+    def _build_rank(self, group: Group) -> Rank:
+        ops = dispatch.resolve(CPU, self.config.head_dim)
+        build = Build(ops, group, self._dtype, CPU)
+        model = model_class(self.config.family)(build, self.partition, self.max_model_len)
+        with open_checkpoint(self._path) as checkpoint:
+            specs = list(self.partition.weights(group.rank))
+            fill_weights(specs, model.targets(), checkpoint, lambda done, total: None)
+        model.pack()
+        cache = KVCache(self.partition, group.rank, self._dtype, CPU)
+        cache.allocate(self._scheduling["num_blocks"])
+        slots = SlotTable(self._scheduling["max_requests"], self.max_model_len, CPU)
+        builder = BatchBuilder(ops, slots, self._shape(group.rank), self._windows())
+        sampler = Sampler(ops, group, self.partition, 0)
+        runner = ModelRunner(model, cache, slots, builder, sampler, GraphPool(CPU))
+        rank = Rank(group, ops, model, cache, runner)
+        model.logits = lambda hidden: _kept(rank, model.head(hidden))
+        return rank
+
+    def _shape(self, rank: int) -> AttentionShape:
+        return AttentionShape(
+            self.partition.heads.size(rank),
+            self.partition.kv_heads.size(rank),
+            self.config.head_dim,
+        )
+
+    def _windows(self) -> set[int]:
+        return {self.config.window_of(layer) for layer in range(self.config.num_layers)}
+
+
+def _kept(rank: Rank, logits: Tensor) -> Tensor:
+    rank.logits.append(logits.clone())
+    return logits

@@ -1,0 +1,251 @@
+"""The rules of one answer, as rows: op, then layer, then model.
+
+Each row takes a batch apart, in pieces and companies that the runtime may form, and asks for the
+same bits. An op lands only with its row here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.closeness import assert_same_bits
+from tests.rig import LocalEngine
+from tests.tiny import random_ids, write_checkpoint
+from unisono.models.config import ModelConfig, RopeConfig
+from unisono.models.interface import Build
+from unisono.models.layers.mlp import GatedMLP
+from unisono.models.partition import ModelPartition
+from unisono.ops import dispatch
+from unisono.ops.attention import AttentionShape, paged_attention, plan_attention, write_kv
+from unisono.ops.comm import solo_group
+from unisono.ops.exactness import attention_threads
+from unisono.ops.linear import pack_linear, packed_linear, rows_are_exact, tiled_linear
+from unisono.ops.reference.activation import silu_and_mul
+from unisono.ops.reference.embedding import embed_shard
+from unisono.ops.reference.norm import rms_norm
+from unisono.ops.reference.rotary import apply_rope
+from unisono.ops.reference.sampling import argmax_keys
+
+DTYPES = [torch.float32, torch.bfloat16]
+CPU = torch.device("cpu")
+
+
+def rows_keep_their_bits(name: str, op: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """op(x)[a:b] has the bits of op(x[a:b]) for pieces of every size at every offset."""
+    whole = op(x)
+    rows = len(x)
+    for count in sorted(
+        {1, 2, 3, 4, 5, 7, 8, 13, 16, 31, 33, 63, 64, 65, rows - 1} & {*range(rows)}
+    ):
+        for first in sorted({0, 1, 3, rows - count}):
+            piece = op(x[first : first + count].clone())
+            assert_same_bits(
+                f"{name} rows {first}:{first + count}", piece, whole[first : first + count]
+            )
+
+
+# ---------------------------------------------------------------- ops
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("out_features", "in_features"),
+    [(1, 64), (7, 5), (48, 136), (136, 72), (1003, 72), (960, 576), (576, 1536), (512, 4096)],
+    ids=str,
+)
+def test_linear(out_features: int, in_features: int, dtype: torch.dtype) -> None:
+    weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
+    linear = pack_linear(weight, {})
+    rows_keep_their_bits("linear", linear, torch.randn(200, in_features).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiled_linear_where_the_packed_one_is_not_exact(dtype: torch.dtype) -> None:
+    linear = tiled_linear((torch.randn(136, 72) / 8).to(dtype))
+    rows_keep_their_bits("tiled linear", linear, torch.randn(100, 72).to(dtype))
+
+
+def test_a_product_that_depends_on_its_company_is_found_and_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = torch.randn(40, 24)
+
+    def sloppy(packed_weight: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda x: x @ packed_weight.T * (1 + 1e-7 * (len(x) > 4))
+
+    assert not rows_are_exact(sloppy(weight), weight)
+    assert rows_are_exact(packed_linear(weight), weight)
+    monkeypatch.setattr("unisono.ops.linear.packed_linear", sloppy)
+    rows_keep_their_bits("replaced linear", pack_linear(weight, {}), torch.randn(80, 24))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [5, 64, 72, 576, 1003, 4096, 40000])
+def test_rms_norm(width: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(width).to(dtype)
+    rows_keep_their_bits(
+        "norm", lambda x: rms_norm(x, weight, 1e-6), torch.randn(70, width).to(dtype)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 3, 50, 136, 1536])
+def test_silu_and_mul(width: int, dtype: torch.dtype) -> None:
+    x = (4 * torch.randn(200, 2 * width)).to(dtype)
+    rows_keep_their_bits("activation", silu_and_mul, x)
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (10, 10), (64, 64), (64, 16)])
+def test_rope(head_dim: int, rotary_dim: int) -> None:
+    x = torch.randn(100, 3 * head_dim)
+    angle = torch.randn(100, rotary_dim // 2)
+    together = torch.cat((x, angle), dim=1)
+
+    def op(rows: Tensor) -> Tensor:
+        heads = rows[:, : 3 * head_dim].reshape(len(rows), 3, head_dim)
+        at = rows[:, 3 * head_dim :].unsqueeze(1)
+        return apply_rope(heads, at.cos(), at.sin())
+
+    rows_keep_their_bits("rope", op, together)
+
+
+def test_embedding_and_argmax() -> None:
+    table = torch.randn(50, 24)
+    ids = torch.arange(80)
+    rows_keep_their_bits("embedding", lambda x: embed_shard(x, table, 10), ids)
+    logits = torch.randn(80, 1003)
+    rows_keep_their_bits("argmax", lambda x: argmax_keys(x, 64, 2000), logits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window"),
+    [(9, 3, 64, 0), (8, 1, 8, 0), (14, 2, 4, 100), (4, 2, 16, 6), (32, 1, 16, 0), (3, 3, 10, 70)],
+    ids=str,
+)
+def test_attention_in_any_company_and_chunk(
+    heads: int, kv_heads: int, head_dim: int, window: int, dtype: torch.dtype
+) -> None:
+    shape = AttentionShape(heads, kv_heads, head_dim)
+    lengths = [1, 5, 64, 65, 130, 300]
+    caches = [torch.zeros(40, kv_heads, 64, head_dim).to(dtype) for _ in range(2)]
+    tables = torch.zeros(len(lengths), 5, dtype=torch.int64)
+    free = iter((torch.randperm(39) + 1).tolist())
+    queries, whole = [], []
+    threads = attention_threads(head_dim)
+    for row, length in enumerate(lengths):
+        pages = -(-length // 64)
+        tables[row, :pages] = torch.tensor([next(free) for _ in range(pages)])
+        at = torch.arange(length)
+        k, v = (torch.randn(length, kv_heads, head_dim).to(dtype) for _ in range(2))
+        write_kv(k, v, *caches, tables[row, at // 64] * 64 + at % 64)
+        queries.append(torch.randn(length, heads, head_dim).to(dtype))
+        plan = plan_attention(shape, [0], [length], tables[row : row + 1], window)
+        whole.append(paged_attention(queries[-1], *caches, plan, 0.3, threads))
+    for trial in range(24):
+        rows = random.sample(range(len(lengths)), random.randint(1, len(lengths)))
+        starts, counts = [], []
+        for row in rows:
+            starts.append(random.randrange(lengths[row]))
+            counts.append(1 if trial % 3 == 0 else random.randint(1, lengths[row] - starts[-1]))
+        spans = list(zip(rows, starts, counts, strict=True))
+        plan = plan_attention(shape, starts, counts, tables[rows], window)
+        got = paged_attention(
+            torch.cat([queries[r][s : s + c] for r, s, c in spans]), *caches, plan, 0.3, threads
+        )
+        assert_same_bits(
+            f"attention {spans}", got, torch.cat([whole[r][s : s + c] for r, s, c in spans])
+        )
+
+
+# ---------------------------------------------------------------- a layer
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mlp_layer(dtype: torch.dtype) -> None:
+    config = ModelConfig(
+        family="llama",
+        vocab_size=199,
+        hidden_size=72,
+        intermediate_size=136,
+        num_layers=1,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=128,
+        rope=RopeConfig(rotary_dim=8),
+        mlp_bias=True,
+    )
+    build = Build(dispatch.resolve(CPU, 8), solo_group(), dtype, CPU)
+    mlp = GatedMLP(build, ModelPartition.of(config, 1))
+    for _, target in mlp.targets(""):
+        target.copy_(torch.randn(target.shape) / 9)
+    mlp.pack()
+    rows_keep_their_bits("mlp", mlp, torch.randn(130, 72).to(dtype))
+
+
+# ---------------------------------------------------------------- the model
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2-sliding", "qwen3"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(request.param, directory)
+    return directory
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_model_alone_and_in_company(checkpoint: Path, tp: int, dtype: str) -> None:
+    """Solo and in random batches, with prompts cut anywhere: same tokens, same logits' bits."""
+    prompts = [random_ids(count, seed=count) for count in (1, 2, 12, 63, 64, 65, 90, 100)]
+    engine = LocalEngine(checkpoint, tp=tp, dtype=dtype, max_model_len=128)
+    solo = [engine.generate([prompt], max_tokens=10)[0] for prompt in prompts]
+    for max_step_tokens in (64, 150, 2048):
+        crowded = LocalEngine(
+            checkpoint,
+            tp=tp,
+            dtype=dtype,
+            max_model_len=128,
+            max_step_tokens=max_step_tokens,
+            max_requests=5,
+        )
+        arrivals = [random.randint(0, 6) for _ in prompts]
+        for alone, answer in zip(
+            solo, crowded.generate(prompts, max_tokens=10, arrivals=arrivals), strict=True
+        ):
+            assert answer.token_ids == alone.token_ids
+            assert_same_bits("logits", torch.stack(answer.logits), torch.stack(alone.logits))
+
+
+@torch.inference_mode()
+def test_blocks_change_hands_without_a_trace(checkpoint: Path) -> None:
+    """A request on blocks full of NaN answers as on fresh ones."""
+    engine = LocalEngine(checkpoint, num_blocks=3)
+    prompt = random_ids(70)
+    before = engine.generate([prompt], max_tokens=8)[0]
+    for layer in engine.ranks[0].cache.layers:
+        layer.k[1:].fill_(float("nan"))
+        layer.v[1:].fill_(float("nan"))
+    after = engine.generate([prompt], max_tokens=8)[0]
+    assert_same_bits("logits", torch.stack(after.logits), torch.stack(before.logits))
+
+
+@torch.inference_mode()
+def test_scratch_never_reaches_a_live_row(checkpoint: Path) -> None:
+    """Block 0 and slot 0 are never read for a request."""
+    engine = LocalEngine(checkpoint)
+    prompts = [random_ids(count, seed=count) for count in (3, 70)]
+    before = engine.generate(prompts, max_tokens=8)
+    for layer in engine.ranks[0].cache.layers:
+        layer.k[0].fill_(float("nan"))
+        layer.v[0].fill_(float("nan"))
+    for got, want in zip(engine.generate(prompts, max_tokens=8), before, strict=True):
+        assert_same_bits("logits", torch.stack(got.logits), torch.stack(want.logits))
