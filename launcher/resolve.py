@@ -26,7 +26,7 @@ from unisono.models.config import (
 from unisono.models.config_reader import read_model_config
 from unisono.models.headers import check_weights, has_safetensors, read_headers
 from unisono.models.partition import ModelPartition
-from unisono.workers.config import DTYPES, WorkerConfig
+from unisono.workers.config import DTYPES, SERVED_DEVICES, WorkerConfig
 
 CPU_DTYPES = ("float32", "bfloat16")
 """What the operations compute in on a CPU."""
@@ -40,6 +40,8 @@ class HostFacts:
     """GPUs that a process started here would see."""
     torch_has_cuda: bool
     """Whether the installed torch was built for CUDA."""
+    served: tuple[str, ...] = SERVED_DEVICES
+    """Device types that this version computes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +118,11 @@ def resolve_config(
 
 
 def resolve_device(device: str, host: HostFacts) -> str:
-    """Return cpu or cuda; "auto" is cuda where a GPU is visible and torch can use it."""
+    """Return cpu or cuda; "auto" is cuda where a GPU is visible, and torch and we can use it."""
     if device != "auto":
         return device
-    return "cuda" if host.num_gpus and host.torch_has_cuda else "cpu"
+    usable = host.num_gpus and host.torch_has_cuda and "cuda" in host.served
+    return "cuda" if usable else "cpu"
 
 
 def resolve_dtype(dtype: str, device: str, model: ModelConfig) -> str:
@@ -200,6 +203,8 @@ def _check_gpus(host: HostFacts, ranks: int) -> None:
             f"tp={ranks} on cuda: every rank needs a GPU and {host.num_gpus} are visible; "
             f"choose --tp up to {host.num_gpus}, or --device cpu"
         )
+    if "cuda" not in host.served:
+        raise ConfigError("--device cuda: this version has no GPU kernels; choose cpu or auto")
 
 
 def _torch_has_cuda() -> bool:

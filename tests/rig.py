@@ -63,10 +63,10 @@ class ThreadGroup(Group):
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         super().__init__(rank, meeting.size, None)
-        self._meeting = meeting
+        self.meeting = meeting
 
     def _gather(self, x: Tensor) -> list[Tensor]:
-        return self._meeting.exchange(self.rank, x.clone())
+        return self.meeting.exchange(self.rank, x.clone())
 
 
 def run_ranks(size: int, body: Callable[[Group], T]) -> list[T]:
@@ -174,11 +174,11 @@ class LocalEngine:
             try:
                 return rank.runner.step(plan)
             except BaseException:
-                rank.group._meeting.barrier.abort()  # type: ignore[attr-defined]
+                if isinstance(rank.group, ThreadGroup):
+                    rank.group.meeting.barrier.abort()
                 raise
 
-        with ThreadPoolExecutor(len(self.ranks)) as pool:
-            tokens = list(pool.map(run, self.ranks))
+        tokens = self._everywhere(run)
         assert all(rank_tokens == tokens[0] for rank_tokens in tokens)
         digests = {rank.group.digest for rank in self.ranks}
         assert len(digests) == 1, "ranks ran different collectives"
@@ -207,8 +207,13 @@ class LocalEngine:
             )
             return rank.model.head(rank.model.forward(batch, rank.cache.layers))
 
+        return torch.cat(self._everywhere(torch.inference_mode()(run)), dim=1)
+
+    def _everywhere(self, body: Callable[[Rank], T]) -> list[T]:
+        if len(self.ranks) == 1:
+            return [body(self.ranks[0])]
         with ThreadPoolExecutor(len(self.ranks)) as pool:
-            return torch.cat(list(pool.map(torch.inference_mode()(run), self.ranks)), dim=1)
+            return list(pool.map(body, self.ranks))
 
     def _request(self, index: int, prompt: Sequence[int], max_tokens: int) -> Request:
         room = self.max_model_len - len(prompt)

@@ -238,6 +238,15 @@ def test_blocks_change_hands_without_a_trace(checkpoint: Path) -> None:
     assert_same_bits("logits", torch.stack(after.logits), torch.stack(before.logits))
 
 
+@pytest.mark.usefixtures("nan_filled_empty")
+def test_memory_that_nobody_wrote_is_never_read(checkpoint: Path) -> None:
+    """With every fresh tensor full of NaN a run ends, on NaN-free logits."""
+    engine = LocalEngine(checkpoint, tp=2)
+    prompts = [random_ids(count, seed=count) for count in (3, 70)]
+    for answer in engine.generate(prompts, max_tokens=8):
+        assert not torch.stack(answer.logits).isnan().any()
+
+
 @torch.inference_mode()
 def test_scratch_never_reaches_a_live_row(checkpoint: Path) -> None:
     """Block 0 and slot 0 are never read for a request."""

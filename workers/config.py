@@ -10,6 +10,8 @@ BLOCK_SIZE = 64
 """Tokens in one KV block; also the key tile of attention (ops/attention.py)."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+SERVED_DEVICES = ("cpu",)
+"""Device types that `ops/dispatch.py` has ops for; the GPU's kernels are not written yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,7 @@ class WorkerConfig:
     """Activations and weights: float32, bfloat16 or float16; auto: the checkpoint's own on a
     GPU, float32 on the CPU."""
     device: str = "auto"
-    """cpu or cuda; auto: cuda where a GPU is visible."""
+    """cpu or cuda; auto: cuda where a GPU is visible and this version has kernels for it."""
     max_model_len: int = 0
     """Most tokens of one request, prompt and answer together; 0: what the model was made for."""
     max_requests: int = 32

@@ -28,17 +28,22 @@ class KVCache:
         self.layers: list[LayerCache] = []
 
     def allocate(self, num_blocks: int) -> None:
-        """Take memory for `num_blocks` blocks beside block 0, replacing what was there."""
+        """Take memory for `num_blocks` blocks beside block 0, replacing what was there.
+
+        Blocks are zeroed when they are handed out, not here: on a CPU memory that is never
+        written is never taken.
+        """
         self.layers = []
         shape = (num_blocks + 1, *self._tail)
         for _ in range(self._num_layers):
-            k = torch.zeros(shape, dtype=self._dtype, device=self._device)
-            v = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            k = torch.empty(shape, dtype=self._dtype, device=self._device)
+            v = torch.empty(shape, dtype=self._dtype, device=self._device)
             self.layers.append(LayerCache(k, v))
         self.generation += 1
+        self.clear([0])
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero blocks that change hands: a hidden key's weight is 0, and 0 * NaN is NaN."""
+        """Zero blocks that are handed out: a hidden key's weight is 0, and 0 * NaN is NaN."""
         index = torch.tensor(blocks, device=self._device)
         for layer in self.layers:
             layer.k.index_fill_(0, index, 0)

@@ -21,7 +21,8 @@ from unisono.models.headers import CheckpointError
 from unisono.models.partition import ModelPartition, PartitionError
 
 CPU = HostFacts(num_gpus=0, torch_has_cuda=False)
-TWO_GPUS = HostFacts(num_gpus=2, torch_has_cuda=True)
+TWO_GPUS = HostFacts(num_gpus=2, torch_has_cuda=True, served=("cpu", "cuda"))
+TWO_IDLE_GPUS = HostFacts(num_gpus=2, torch_has_cuda=True, served=("cpu",))
 CLUSTER = ClusterFacts(
     launcher="torchrun",
     rank=0,
@@ -49,6 +50,7 @@ def worker_of(options=(), *, host=CPU, cluster=None, **model):
         ({"dtype": "float16"}, TWO_GPUS, "cuda", "float16"),
         # A GPU that the installed torch cannot use is no reason to fail.
         ({}, HostFacts(num_gpus=2, torch_has_cuda=False), "cpu", "float32"),
+        ({}, TWO_IDLE_GPUS, "cpu", "float32"),
     ],
     ids=str,
 )
@@ -81,6 +83,11 @@ def test_options_survive_and_the_rest_is_default():
             {"device": "cuda"},
             HostFacts(num_gpus=1, torch_has_cuda=False),
             "--device cuda: the installed torch is built without CUDA; choose cpu or auto",
+        ),
+        (
+            {"device": "cuda"},
+            TWO_IDLE_GPUS,
+            "--device cuda: this version has no GPU kernels; choose cpu or auto",
         ),
         ({"tp": 3}, TWO_GPUS, "tp=3 on cuda: every rank needs a GPU and 2 are visible; choose"),
         ({"dtype": "float16"}, CPU, "--dtype float16: on cpu choose float32 or bfloat16"),

@@ -8,6 +8,16 @@ import pytest
 import torch
 
 from unisono.ops import dispatch
+from unisono.workers.config import DEVICES, SERVED_DEVICES
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_the_devices_said_to_be_served_are_those_with_ops(device: str) -> None:
+    if device in SERVED_DEVICES:
+        assert dispatch.resolve(torch.device(device), 8)
+    else:
+        with pytest.raises(ValueError, match=f"'{device}' has no ops"):
+            dispatch.resolve(torch.device(device), 8)
 
 
 def test_a_device_without_ops_is_refused_by_name() -> None:
