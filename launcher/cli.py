@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import os
 import select
 import signal
@@ -22,7 +23,7 @@ import click
 
 import unisono
 from unisono.models.config import ConfigError
-from unisono.runtime.protocol import EngineError, RequestRejected
+from unisono.runtime.protocol import EngineError, RequestRejected, WorkerLost
 
 COMMANDS = {
     "generate": ("unisono.launcher.generate", "Answer prompts with a model on 1 to N ranks."),
@@ -71,7 +72,8 @@ class CommandTable(click.Group):
 
 @click.group(cls=CommandTable, context_settings={"max_content_width": 100})
 @click.version_option(unisono.__version__, prog_name="unisono", message="%(prog)s %(version)s")
-def unisono_command() -> None:
+@click.option("--json-errors", is_flag=True, help="Write the last line of a failure as JSON.")
+def unisono_command(json_errors: bool) -> None:
     """Run large language models on 1 to N ranks: one request, one answer."""
 
 
@@ -91,30 +93,61 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code. Errors become one line on stderr."""
+    report = _Report()
     try:
         with _signals_raise():
-            return _invoke(arguments or ["--help"])
+            return _invoke(arguments or ["--help"], report)
     except click.exceptions.Exit as end:
         return end.exit_code
     except click.ClickException as error:
-        return _report(_usage_message(error), EXIT_USER)
+        return report(error, f"error: {_usage_message(error)}", EXIT_USER)
     except (ConfigError, RequestRejected) as error:
-        return _report(f"error: {error}", EXIT_USER)
+        return report(error, f"error: {error}", EXIT_USER)
     except (Interrupted, KeyboardInterrupt, click.Abort) as stop:
         return 128 + (stop.signum if isinstance(stop, Interrupted) else signal.SIGINT)
     except EngineError as error:
-        return _report(str(error), EXIT_FAULT)
+        return report(error, str(error), EXIT_FAULT)
     except BrokenPipeError as error:
-        return _output_gone() if _streams_without_reader() else _report_bug(error)
+        return _output_gone() if _streams_without_reader() else _report_bug(error, report)
     except Exception as error:
-        return _report_bug(error)
+        return _report_bug(error, report)
 
 
-def _invoke(arguments: list[str]) -> int:
+def _invoke(arguments: list[str], report: _Report) -> int:
     # click's own main() would end Ctrl-C, a broken pipe and errors in its way, not in ours.
     with unisono_command.make_context("unisono", arguments) as context:
+        report.as_json = context.params["json_errors"]
         code = unisono_command.invoke(context)
         return code if isinstance(code, int) else 0
+
+
+class _Report:
+    """Writes the last line of a failure, as text or as JSON."""
+
+    def __init__(self) -> None:
+        self.as_json = False
+
+    def __call__(self, error: Exception, message: str, code: int) -> int:
+        """Write one line whatever the message holds: a path may contain a line break."""
+        line = f"unisono: {' '.join(message.split())}"
+        try:
+            click.echo(json.dumps(_as_facts(error, code)) if self.as_json else line, err=True)
+        except BrokenPipeError:
+            return _output_gone()
+        return code
+
+
+def _as_facts(error: Exception, code: int) -> dict[str, object]:
+    message = _usage_message(error) if isinstance(error, click.ClickException) else str(error)
+    facts: dict[str, object] = {
+        "error": type(error).__name__,
+        "message": " ".join(message.split()),
+        "exit_code": code,
+    }
+    if isinstance(error, WorkerLost):
+        facts["error"] = error.error or facts["error"]
+        facts |= {"rank": error.rank, "phase": error.phase, "step": error.step}
+    return facts
 
 
 @contextmanager
@@ -139,26 +172,17 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _usage_message(error: click.ClickException) -> str:
-    message = f"error: {error.format_message().rstrip('.')}"
+    message = error.format_message().rstrip(".")
     context = error.ctx if isinstance(error, click.UsageError) else None
     return message if context is None else f"{message}; see {context.command_path} --help"
 
 
-def _report(message: str, code: int) -> int:
-    """Write one line whatever the message holds: a path may contain a line break."""
-    try:
-        click.echo(f"unisono: {' '.join(message.split())}", err=True)
-    except BrokenPipeError:
-        return _output_gone()
-    return code
-
-
-def _report_bug(error: Exception) -> int:
+def _report_bug(error: Exception, report: _Report) -> int:
     try:
         traceback.print_exception(error)
     except BrokenPipeError:
         return _output_gone()
-    return _report(f"fault: {type(error).__name__}: {error}", EXIT_FAULT)
+    return report(error, f"fault: {type(error).__name__}: {error}", EXIT_FAULT)
 
 
 def _streams_without_reader() -> list[int]:

@@ -83,6 +83,8 @@ def _of_failure(failed: Failed) -> WorkerLost:
     return WorkerLost(
         f"{process_name(failed.rank)} failed in phase {failed.phase!r}{step}: {cause}",
         rank=failed.rank,
+        phase=failed.phase,
+        step=failed.step,
         error=failed.error,
         traceback=failed.traceback,
     )
@@ -94,7 +96,8 @@ def _of_exit(end: Exit, phases: Mapping[str, str]) -> WorkerLost:
         how = f"by signal {end.signal} ({_signal_name(end.signal)})"
     phase = phases.get(end.name, START_PHASE)
     rank = next((rank for rank in range(-1, 1 << 16) if process_name(rank) == end.name), -1)
-    return WorkerLost(f"{end.name} (pid {end.pid}) died in phase {phase!r} {how}", rank=rank)
+    line = f"{end.name} (pid {end.pid}) died in phase {phase!r} {how}"
+    return WorkerLost(line, rank=rank, phase=phase)
 
 
 def _signal_name(number: int) -> str:

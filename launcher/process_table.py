@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -103,7 +102,6 @@ def _local_rank(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(wiring.store_port),
         "OMP_NUM_THREADS": str(threads),
-        **_gloo_on_loopback(environ),
     }
     pass_fds: tuple[int, ...] = ()
     if rank == 0 and wiring.store_fd is not None:
@@ -126,17 +124,9 @@ def _cluster_rank(
         "LOCAL_RANK": str(cluster.local_rank),
         "LOCAL_WORLD_SIZE": str(cluster.local_world_size),
     }
-    if cluster.single_host:
-        env |= _gloo_on_loopback(environ)
     # Every rank gets these orders, and each host has its own number of cores.
     orders = _worker_orders(config, wiring, cluster.rank, threads=0)
     return ProcessSpec(name=process_name(cluster.rank), entry=WORKER_ENTRY, orders=orders, env=env)
-
-
-def _gloo_on_loopback(environ: Mapping[str, str]) -> dict[str, str]:
-    """Left alone, gloo resolves the host's name, which fails or leads out on many machines."""
-    user_chose = bool(environ.get("GLOO_SOCKET_IFNAME"))
-    return {} if user_chose or sys.platform != "linux" else {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def _runtime_orders(config: LaunchConfig, wiring: Wiring) -> RuntimeOrders:

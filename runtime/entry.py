@@ -10,7 +10,7 @@ import traceback
 
 from unisono.runtime.config import RuntimeConfig, RuntimeOrders
 from unisono.runtime.engine import Engine
-from unisono.runtime.protocol import CLIENT_MESSAGES, EngineReady, Failed, Starting
+from unisono.runtime.protocol import CLIENT_MESSAGES, EngineReady, Failed, Starting, WorkerLost
 from unisono.runtime.scheduler import Scheduler
 from unisono.runtime.worker_group import RankFault, WorkerGroup
 from unisono.workers.channel import Hub
@@ -110,10 +110,12 @@ def _report_faults(clients: Hub, faults: list[Fault]) -> None:
 
 
 def _own_failure(error: Exception) -> Failed:
+    """What the runtime saw: of a rank if the error names one, else of itself."""
+    blamed = error if isinstance(error, WorkerLost) else None
     return Failed(
-        rank=-1,
-        phase="serve",
-        step=-1,
+        rank=-1 if blamed is None else blamed.rank,
+        phase="serve" if blamed is None else blamed.phase,
+        step=-1 if blamed is None else blamed.step,
         error=type(error).__name__,
         message=str(error),
         traceback="".join(traceback.format_exception(error)),

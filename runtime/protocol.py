@@ -30,15 +30,25 @@ class CapacityExceeded(EngineError):
 class WorkerLost(EngineError):
     """A process of the engine died or raised; the engine must stop. The message is one line.
 
-    `rank`: whose fault it is, -1 for the runtime. `error` and `traceback`: the type and the
-    traceback of its own exception, empty if it died without one.
+    `rank`: whose fault it is, -1 for the runtime. `phase` and `step`: where it was, as far as is
+    known (step -1: before the first). `error` and `traceback`: the type and the traceback of its
+    own exception, empty if it died without one.
     """
 
     def __init__(
-        self, message: str, *, rank: int = -1, error: str = "", traceback: str = ""
+        self,
+        message: str,
+        *,
+        rank: int = -1,
+        phase: str = "",
+        step: int = -1,
+        error: str = "",
+        traceback: str = "",
     ) -> None:
         super().__init__(message)
         self.rank = rank
+        self.phase = phase
+        self.step = step
         self.error = error
         self.traceback = traceback
 

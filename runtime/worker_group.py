@@ -21,12 +21,17 @@ from unisono.workers.protocol import (
 )
 
 
+class Diverged(WorkerLost):
+    """A rank computes something else than the others."""
+
+
 class RankFault(WorkerLost):
     """A rank ended by its own exception."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(
-            f"rank {fault.rank} failed in phase {fault.phase!r}: {fault.error}: {fault.message}"
+            f"rank {fault.rank} failed in phase {fault.phase!r}: {fault.error}: {fault.message}",
+            rank=fault.rank,
         )
         self.fault = fault
 
@@ -79,7 +84,7 @@ class WorkerGroup:
     def receive(self, step: int) -> array[int]:
         """Wait for `step` on every rank; return its tokens.
 
-        Raises WorkerLost naming the first rank whose tokens or collectives differ from rank 0's.
+        Raises Diverged naming the first rank whose tokens or collectives differ from rank 0's.
         """
         results: dict[int, StepResult] = {}
         while len(results) < self._num_ranks:
@@ -93,7 +98,7 @@ class WorkerGroup:
             result = results[rank]
             if (result.tokens, result.digest) != (first.tokens, first.digest):
                 what = "tokens" if result.tokens != first.tokens else "collectives"
-                raise WorkerLost(f"rank {rank} diverged from rank 0 in step {step}: other {what}")
+                raise Diverged(f"other {what} than rank 0", rank=rank, phase="step", step=step)
         return first.tokens
 
     def check(self) -> None:
@@ -134,8 +139,10 @@ class WorkerGroup:
     def _greet(self, hello: Hello) -> None:
         for other in self._hellos.values():
             if other.config_digest != hello.config_digest:
-                raise WorkerLost(
-                    f"rank {hello.rank} on {hello.host} was started with another configuration "
-                    f"than rank {other.rank} on {other.host}"
+                raise Diverged(
+                    f"on {hello.host} it was started with another configuration than "
+                    f"rank {other.rank} on {other.host}",
+                    rank=hello.rank,
+                    phase="start",
                 )
         self._hellos[hello.rank] = hello

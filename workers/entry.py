@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import MutableMapping
 from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -36,12 +37,25 @@ def main() -> None:
 
 def main_in_cluster() -> None:
     """A rank >= 1 that torchrun or srun started: orders come from rank 0 through the store."""
-    _quieten_torch()
+    prepare_environment(os.environ)
     from unisono.workers.device import open_store
 
     store = open_store(os.environ)
     orders = from_json(WorkerOrders, store.get(ORDERS_KEY).decode())
     sys.exit(_run_rank(replace(orders, rank=int(os.environ["RANK"])), store))
+
+
+def prepare_environment(environ: MutableMapping[str, str]) -> None:
+    """Set what torch reads when it is loaded or joins a group, unless the user has.
+
+    Torch writes a C++ stack to stderr for each peer that goes; the fault is told without it. Left
+    alone, gloo resolves the host's name, which fails or leads out on many machines: ranks of one
+    host meet on its loopback.
+    """
+    environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    one_host = environ.get("LOCAL_WORLD_SIZE", "") == environ.get("WORLD_SIZE", "")
+    if one_host and sys.platform == "linux" and not environ.get("GLOO_SOCKET_IFNAME"):
+        environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 def _run_rank(orders: WorkerOrders, store: dist.Store | None) -> int:
@@ -69,7 +83,7 @@ def _run_rank(orders: WorkerOrders, store: dist.Store | None) -> int:
 
 
 def _obey(orders: WorkerOrders, store: dist.Store | None, peer: Peer, report: Reporter) -> None:
-    _quieten_torch()
+    prepare_environment(os.environ)
     from unisono.workers import device
     from unisono.workers.worker import Worker
 
@@ -84,11 +98,6 @@ def _obey(orders: WorkerOrders, store: dist.Store | None, peer: Peer, report: Re
     worker.run()
     report.note("leave the group")
     device.leave_group()
-
-
-def _quieten_torch() -> None:
-    """Torch writes a C++ stack to stderr for each peer that goes; the fault is told without it."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _is_secondary(error: Exception) -> bool:

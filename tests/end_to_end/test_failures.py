@@ -5,6 +5,7 @@ That no process and no private directory stays is checked after every test (test
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import subprocess
@@ -68,6 +69,15 @@ def test_an_exception_in_a_step_wins_over_what_its_peers_see(model: str, tmp_pat
     assert last_line(err) == (
         "unisono: rank 2 failed in phase 'step' (step 5): ValueError: planted in a step"
     )
+    _, err = run("--json-errors", "generate", model, "hello", "--tp", "3", *LONG, env=env, code=1)
+    assert json.loads(last_line(err)) == {
+        "error": "ValueError",
+        "message": "rank 2 failed in phase 'step' (step 5): ValueError: planted in a step",
+        "exit_code": 1,
+        "rank": 2,
+        "phase": "step",
+        "step": 5,
+    }
 
 
 @pytest.mark.parametrize(
@@ -121,7 +131,9 @@ def test_ranks_that_choose_other_tokens_are_found(model: str, tmp_path: Path) ->
         },
     )
     _, err = run("generate", model, "hello", "--tp", "2", *LONG, env=env, code=1)
-    assert "rank 1 diverged from rank 0 in step 3: other tokens" in last_line(err)
+    assert last_line(err) == (
+        "unisono: rank 1 failed in phase 'step' (step 3): Diverged: other tokens than rank 0"
+    )
 
 
 def test_nan_logits_are_a_fault_not_a_token(model: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -208,3 +209,37 @@ def test_a_terminal_without_unicode_still_gets_its_answer():
     }
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, env=environ)
     assert (done.returncode, done.stdout) == (0, b"caf\xe9 \\u732b")
+
+
+@pytest.mark.parametrize(
+    ("error", "facts"),
+    [
+        (
+            WorkerLost("rank 1 failed", rank=1, phase="step", step=3, error="ValueError"),
+            {
+                "error": "ValueError",
+                "message": "rank 1 failed",
+                "exit_code": 1,
+                "rank": 1,
+                "phase": "step",
+                "step": 3,
+            },
+        ),
+        (
+            ConfigError("--tp 0: must be\nat least 1"),
+            {"error": "ConfigError", "message": "--tp 0: must be at least 1", "exit_code": 2},
+        ),
+        (KeyError("x"), {"error": "KeyError", "message": "'x'", "exit_code": 1}),
+    ],
+)
+def test_json_errors_says_the_last_line_in_json(run, error, facts):
+    code, out, err = run("--json-errors", "generate", behaviour=raising(error))
+    assert (code, out) == (facts["exit_code"], "")
+    assert json.loads(err.splitlines()[-1]) == facts
+
+
+def test_json_errors_holds_for_usage_errors_too(run):
+    code, _, err = run("--json-errors", "generate", "--frob", behaviour=lambda: 0)
+    facts = json.loads(err)
+    assert (code, facts["error"], facts["exit_code"]) == (2, "NoSuchOption", 2)
+    assert "--frob" in facts["message"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from tests.launcher.fake_processes import config
@@ -58,8 +56,6 @@ def test_ranks_find_each_other_as_under_torchrun():
         "MASTER_PORT": "4242",
         "OMP_NUM_THREADS": "4",
     }
-    if sys.platform == "linux":
-        expected["GLOO_SOCKET_IFNAME"] = "lo"
     assert second.env == expected
     assert first.env == expected | {"RANK": "0", "LOCAL_RANK": "0", "UNISONO_STORE_FD": "9"}
     assert (first.pass_fds, second.pass_fds) == ((9,), ())
@@ -87,11 +83,6 @@ def test_orders_carry_the_config_and_the_wiring():
     assert runtime.env == {"UNISONO_SESSION": "s"}
 
 
-def test_the_users_network_interface_stays():
-    for spec in process_table(config(2), WIRING, {"GLOO_SOCKET_IFNAME": "eth7"}, cores=8):
-        assert "GLOO_SOCKET_IFNAME" not in spec.env
-
-
 @pytest.mark.parametrize(
     ("environ", "cores", "ranks", "threads"),
     [
@@ -113,7 +104,6 @@ def test_under_a_cluster_launcher_only_rank_0_is_started():
     env, orders = specs[1].env, specs[1].orders
     assert not {"MASTER_ADDR", "MASTER_PORT", "UNISONO_STORE_FD", "OMP_NUM_THREADS"} & env.keys()
     assert (env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) == ("0", "2")
-    assert ("GLOO_SOCKET_IFNAME" in env) == (sys.platform == "linux")
     assert orders.threads == 0
 
 
@@ -134,7 +124,6 @@ def test_between_hosts_only_the_runtime_holds_the_secret():
         "tcp://node-a:1234",
         CurveKeys(public="public"),
     )
-    assert "GLOO_SOCKET_IFNAME" not in rank.env
 
 
 def test_another_rank_count_than_the_clusters_is_refused():
