@@ -41,7 +41,9 @@ def main() -> None:
     print(f"{machine()}, {asked.rounds} rounds of {asked.tokens} tokens, medians")
     print(f"batch 1          {figures['unisono_1']:8.1f} tok/s")
     print(f"transformers     {figures['transformers_1']:8.1f} tok/s, the same prompt alone")
-    print(f"floor            {figures['floor_tok_s']:8.1f} tok/s at {figures['read_gb_s']:.1f} GB/s")
+    print(
+        f"floor            {figures['floor_tok_s']:8.1f} tok/s at {figures['read_gb_s']:.1f} GB/s"
+    )
     print(f"batch {BATCH}          {figures[f'unisono_{BATCH}']:8.1f} tok/s")
     print(f"first token      {figures['first_token_s']:8.2f} s after the command")
     print(f"unisono --help   {figures['help_s']:8.2f} s")
