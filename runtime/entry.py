@@ -6,7 +6,10 @@ import gc
 import logging
 import shutil
 import sys
+import time
 import traceback
+from functools import partial
+from pathlib import Path
 
 from unisono.runtime.config import RuntimeConfig, RuntimeOrders
 from unisono.runtime.engine import Engine
@@ -21,6 +24,7 @@ from unisono.workers.protocol import WORKER_REPORTS, Fault, Loaded, Progress
 CLIENT = "launcher"
 """Name under which the launcher's DEALER connects."""
 _ROOT_CAUSE_S = 0.5
+_REMOVE_TRIES = 50
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +32,7 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """A child of our launcher: orders come over stdin; the socket directory dies with it."""
     orders, parent_pid = read_orders(RuntimeOrders)
-    die_with_parent(
-        parent_pid, on_orphan=lambda: shutil.rmtree(orders.private_dir, ignore_errors=True)
-    )
+    die_with_parent(parent_pid, on_orphan=partial(_remove, Path(orders.private_dir)))
     logging.basicConfig(
         level=orders.log_level.upper(), format="%(asctime)s runtime %(levelname)s %(message)s"
     )
@@ -54,6 +56,15 @@ def main() -> None:
             log.info("failed", exc_info=True)
             clients.send(CLIENT, _own_failure(error))
             sys.exit(1)
+
+
+def _remove(directory: Path) -> None:
+    """Remove the socket directory, also while the main thread is still binding sockets in it."""
+    for _ in range(_REMOVE_TRIES):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists():
+            return
+        time.sleep(0.01)
 
 
 def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:

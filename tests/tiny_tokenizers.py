@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+from typing import Any
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from unisono.launcher.demo_model import demo_model_path
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content']"
@@ -82,3 +88,22 @@ def _spelled(character: str) -> list[str]:
         add_prefix_space=False, use_regex=False
     ).pre_tokenize_str(character)
     return list(spelling)
+
+
+@cache
+def demo_oracle() -> Any:
+    """transformers' tokenizer, with the split into digits that it forgets for GGUF files."""
+    oracle = oracle_of(demo_model_path())
+    oracle.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    return oracle
+
+
+def oracle_of(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

@@ -11,6 +11,7 @@ before it imports anything slow, so that no phase of its life is without a guard
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
@@ -91,6 +92,10 @@ def die_with_parent(parent_pid: int, on_orphan: Callable[[], None] | None = None
     # After arming: a parent that died before it sends no signal any more.
     if os.getppid() != parent_pid:
         _end(on_orphan)
+    if on_orphan is not None:
+        # The main thread may notice first, by a broken channel, and end the process before the
+        # watching thread has tidied up.
+        atexit.register(_tidy_if_orphaned, parent_pid, on_orphan)
     thread = threading.Thread(
         target=_watch_parent, args=(parent_pid, on_orphan), name="parent-watch", daemon=True
     )
@@ -121,6 +126,13 @@ def _watch_parent(parent_pid: int, on_orphan: Callable[[], None] | None) -> None
         if readable and not os.read(0, 1 << 12):
             break
     _end(on_orphan)
+
+
+def _tidy_if_orphaned(parent_pid: int, on_orphan: Callable[[], None]) -> None:
+    # A dying parent closes the pipe before it hands its children over.
+    readable, _, _ = select.select([0], [], [], 0)
+    if os.getppid() != parent_pid or (readable and not os.read(0, 1 << 12)):
+        on_orphan()
 
 
 def _end(on_orphan: Callable[[], None] | None) -> NoReturn:

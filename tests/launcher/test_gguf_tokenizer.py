@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tiny_tokenizers import TEXTS
+from tests.tiny_tokenizers import TEXTS, demo_oracle, oracle_of
 from unisono.launcher.demo_model import demo_model_path
 from unisono.launcher.gguf_tokenizer import TEXT_SPLITS, build_gguf_tokenizer
 from unisono.models.config import ConfigError
@@ -24,27 +24,6 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 @cache
 def demo_data() -> GgufTokenizerData:
     return read_gguf_tokenizer(demo_model_path())
-
-
-@cache
-def demo_oracle() -> Any:
-    """transformers' tokenizer, with the split into digits that it forgets for GGUF files."""
-    from tokenizers import pre_tokenizers
-
-    oracle = oracle_of(demo_model_path())
-    oracle.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    return oracle
-
-
-def oracle_of(path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def ids_of(data: GgufTokenizerData, text: str, add_special_tokens: bool = True) -> list[int]:

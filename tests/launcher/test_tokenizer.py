@@ -14,6 +14,7 @@ from tests.tiny_tokenizers import (
     CHATML,
     TEXTS,
     byte_level_tokenizer,
+    demo_oracle,
     sentence_piece_tokenizer,
 )
 from unisono.launcher.model_source import ModelSource, resolve_model
@@ -41,11 +42,7 @@ def checkpoint(tmp_path: Path) -> Callable[..., ModelSource]:
 
 @cache
 def demo() -> tuple[Tokenizer, Any]:
-    from transformers import AutoTokenizer
-
-    source = resolve_model("demo")
-    oracle = AutoTokenizer.from_pretrained(source.path.parent, gguf_file=source.path.name)
-    return Tokenizer.load(source), oracle
+    return Tokenizer.load(resolve_model("demo")), demo_oracle()
 
 
 def test_demo_equals_transformers():

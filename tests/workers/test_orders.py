@@ -43,6 +43,17 @@ print("ready", flush=True)
 re.match("(a*)*b", "a" * 60)  # holds the interpreter lock for ever: no thread of Python runs
 """
 
+HASTY = """
+import os, select, sys
+import unisono.workers.orders as guard
+guard._watch_parent = lambda *_: None  # a watching thread that comes too late
+orders, parent_pid = guard.read_orders(guard.WorkerOrders)
+guard.die_with_parent(parent_pid, on_orphan=lambda: open(sys.argv[1], "w").close())
+print("ready", orders.rank, flush=True)
+if select.select([0], [], [], 5)[0]:
+    sys.exit("the channel broke")
+"""
+
 PARENT = """
 import os, subprocess, sys, time
 from unisono.workers.orders import orders_line, WorkerOrders, from_plain
@@ -137,6 +148,14 @@ def test_children_die_when_the_parent_is_killed(tmp_path, tidies, fork):
         parent.kill()
         assert _gone_within(pid, 1.7)
     assert mark.exists() == tidies
+
+
+def test_a_main_thread_that_notices_first_tidies_up_too(tmp_path):
+    mark = tmp_path / "mark"
+    with _start(HASTY, str(mark)) as child:
+        child.stdin.close()
+        assert child.wait(5) == 1
+    assert mark.exists()
 
 
 @pytest.mark.skipif(not LINUX, reason="the kernel's parent-death signal")
