@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """A child of our launcher: orders come over stdin; the socket directory dies with it."""
     orders, parent_pid = read_orders(RuntimeOrders)
-    die_with_parent(parent_pid, on_orphan=partial(_remove, Path(orders.private_dir)))
+    die_with_parent(parent_pid, tidy=partial(_remove, Path(orders.private_dir)))
     logging.basicConfig(
         level=orders.log_level.upper(), format="%(asctime)s runtime %(levelname)s %(message)s"
     )

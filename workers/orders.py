@@ -77,27 +77,27 @@ def read_orders(cls: type[T], stream: BinaryIO | None = None) -> tuple[T, int]:
     return from_plain(cls, envelope["orders"]), envelope["parent_pid"]
 
 
-def die_with_parent(parent_pid: int, on_orphan: Callable[[], None] | None = None) -> None:
+def die_with_parent(parent_pid: int, tidy: Callable[[], None] | None = None) -> None:
     """Make sure this process does not outlive process `parent_pid`. Call it in the main thread.
 
-    A worker (no `on_orphan`) is killed by the kernel where that exists (Linux), at the moment the
-    thread that started it ends. With `on_orphan` the process gets the time to call it, for what
-    must be tidied up, and then ends. SIGINT is ignored from here on: a Ctrl-C reaches every
+    A worker (no `tidy`) is killed by the kernel where that exists (Linux), at the moment the
+    thread that started it ends. With `tidy` the process gets the time to call it and then ends;
+    `tidy` is called as well when the process ends by itself. SIGINT is ignored from here on: a Ctrl-C reaches every
     process of a terminal, and the launcher decides what it means. SIGTERM ends the process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if on_orphan is None and sys.platform == "linux":
+    if tidy is None and sys.platform == "linux":
         _arm_parent_death_signal()
     # After arming: a parent that died before it sends no signal any more.
     if os.getppid() != parent_pid:
-        _end(on_orphan)
-    if on_orphan is not None:
-        # The main thread may notice first, by a broken channel, and end the process before the
-        # watching thread has tidied up.
-        atexit.register(_tidy_if_orphaned, parent_pid, on_orphan)
+        _end(tidy)
+    if tidy is not None:
+        # Not for orphans only: a dying parent closes its sockets before it is seen to be dead, and
+        # the main thread may end by the broken channel before the watching thread learns of it.
+        atexit.register(tidy)
     thread = threading.Thread(
-        target=_watch_parent, args=(parent_pid, on_orphan), name="parent-watch", daemon=True
+        target=_watch_parent, args=(parent_pid, tidy), name="parent-watch", daemon=True
     )
     thread.start()
 
@@ -120,24 +120,17 @@ def _arm_parent_death_signal() -> None:
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
 
 
-def _watch_parent(parent_pid: int, on_orphan: Callable[[], None] | None) -> None:
+def _watch_parent(parent_pid: int, tidy: Callable[[], None] | None) -> None:
     while os.getppid() == parent_pid:
         readable, _, _ = select.select([0], [], [], PARENT_CHECK_S)
         if readable and not os.read(0, 1 << 12):
             break
-    _end(on_orphan)
+    _end(tidy)
 
 
-def _tidy_if_orphaned(parent_pid: int, on_orphan: Callable[[], None]) -> None:
-    # A dying parent closes the pipe before it hands its children over.
-    readable, _, _ = select.select([0], [], [], 0)
-    if os.getppid() != parent_pid or (readable and not os.read(0, 1 << 12)):
-        on_orphan()
-
-
-def _end(on_orphan: Callable[[], None] | None) -> NoReturn:
+def _end(tidy: Callable[[], None] | None) -> NoReturn:
     try:
-        if on_orphan is not None:
-            on_orphan()
+        if tidy is not None:
+            tidy()
     finally:
         os._exit(ORPHAN_EXIT_CODE)

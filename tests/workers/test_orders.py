@@ -28,7 +28,7 @@ from unisono.workers.orders import WorkerOrders, die_with_parent, read_orders
 orders, parent_pid = read_orders(WorkerOrders)
 mark = sys.argv[1]
 tidy = (lambda: open(mark, "w").close()) if mark else None
-die_with_parent(parent_pid, on_orphan=tidy)
+die_with_parent(parent_pid, tidy=tidy)
 print("ready", orders.rank, flush=True)
 while True:
     time.sleep(1)
@@ -48,7 +48,7 @@ import os, select, sys
 import unisono.workers.orders as guard
 guard._watch_parent = lambda *_: None  # a watching thread that comes too late
 orders, parent_pid = guard.read_orders(guard.WorkerOrders)
-guard.die_with_parent(parent_pid, on_orphan=lambda: open(sys.argv[1], "w").close())
+guard.die_with_parent(parent_pid, tidy=lambda: open(sys.argv[1], "w").close())
 print("ready", orders.rank, flush=True)
 if select.select([0], [], [], 5)[0]:
     sys.exit("the channel broke")
