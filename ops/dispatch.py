@@ -48,7 +48,7 @@ def resolve(device: torch.device, head_dim: int) -> Ops:
     if device.type != "cpu":
         raise ValueError(f"device {device.type!r} has no ops; this version computes on: cpu")
     ops = Ops(
-        pack_linear=partial(linear.pack_linear, proven={}),
+        pack_linear=partial(linear.pack_linear, proofs={}),
         rms_norm=norm.rms_norm,
         silu_and_mul=activation.silu_and_mul,
         apply_rope=rotary.apply_rope,

@@ -1,73 +1,126 @@
 """Linear layers whose rows keep their bits whatever the batch.
 
-CPU: oneDNN over a packed weight. It accumulates each row in one order at every row count from two
-up (MKL, behind `torch.nn.functional.linear`, does not), and one row is padded to two. Every
-weight shape is probed when it is packed; where a row's bits move (another processor, another
-build) or oneDNN is absent, rows are computed in tiles of a fixed number of rows instead.
+A matrix library picks its kernel, and with it the order of a sum, by the number of rows. So rows
+are padded to a ladder of heights, and only heights are used that were proven, on this machine and
+for this weight's shape, to give a row the bits that it has at the lowest one. On the CPU the
+product is oneDNN's over a packed weight, which keeps its order nearly everywhere (MKL, behind
+`torch.nn.functional.linear`, does not); where it is absent the plain product climbs as far as it
+is proven to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-TILE_ROWS = 16
-"""Rows of the fixed tile where the packed product is not row-exact."""
-_PROBE_ROWS = (1, 2, 3, 5, 8, 16, 17, 31, 64)
+SMALL_HEIGHTS = (2, 4, 8, 16)
+"""Proven when a weight is packed. If they differ, 16 alone is used; and if even there a row's bits
+depend on its place, rows are computed one by one."""
+TALL_HEIGHTS = (32, 48, 64, 96, 128, 192, 256)
+"""Each proven when it is first used, against pieces of a height that is."""
+_HEIGHTS = (*SMALL_HEIGHTS, *TALL_HEIGHTS)
 
 Linear = Callable[[Tensor], Tensor]
 """x [tokens, in] -> [tokens, out], no bias."""
+Proofs = dict[tuple[torch.Size, torch.dtype], dict[int, bool]]
+"""By shape and dtype of a weight: which heights keep a row's bits."""
 
 
-def pack_linear(weight: Tensor, proven: dict[tuple[object, ...], bool]) -> Linear:
-    """Return the product with `weight` [out, in]; the caller may drop `weight` afterwards.
+def pack_linear(weight: Tensor, proofs: Proofs) -> Linear:
+    """Return the exact product with `weight` [out, in]; the caller may drop `weight` afterwards.
 
-    `proven` remembers which (shape, dtype) were probed, so that a model of equal layers is
-    probed once a shape.
+    `proofs` is shared by the weights of a model: equal shapes are proven once.
     """
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return tiled_linear(weight)
-    packed = packed_linear(weight)
-    key = (weight.shape, weight.dtype)
-    if key not in proven:
-        proven[key] = rows_are_exact(packed, weight)
-    return packed if proven[key] else tiled_linear(weight)
+    use_onednn = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    product = packed_product(weight) if use_onednn else plain_product(weight)
+    return ExactLinear(product, weight, proofs.setdefault((weight.shape, weight.dtype), {}))
 
 
-def packed_linear(weight: Tensor) -> Linear:
-    """oneDNN over a weight packed once."""
+def packed_product(weight: Tensor) -> Linear:
+    """oneDNN over a weight packed once; from two rows up."""
     product = torch.ops.mkldnn._linear_pointwise.default
     packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous(), None)
-
-    def apply(x: Tensor) -> Tensor:
-        if x.shape[0] == 1:
-            return product(x.expand(2, -1).contiguous(), packed, None, "none", [], "")[:1]
-        return product(x.contiguous(), packed, None, "none", [], "")
-
-    return apply
+    return lambda x: product(x, packed, None, "none", [], "")
 
 
-def tiled_linear(weight: Tensor) -> Linear:
-    """The same product in tiles of TILE_ROWS rows, the last padded with zeros."""
+def plain_product(weight: Tensor) -> Linear:
+    """Whatever torch's matrix product does on this device."""
     transposed = weight.T
-
-    def apply(x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % TILE_ROWS))
-        tiles = [tile @ transposed for tile in padded.split(TILE_ROWS)]
-        return torch.cat(tiles)[:rows] if tiles else x.new_empty(0, weight.shape[0])
-
-    return apply
+    return lambda x: x @ transposed
 
 
-def rows_are_exact(linear: Linear, weight: Tensor) -> bool:
-    """Whether the first rows of a batch have the bits they have in smaller batches."""
-    generator = torch.Generator().manual_seed(0)
-    rows = max(_PROBE_ROWS)
-    x = torch.randn(rows, weight.shape[1], generator=generator).to(weight.dtype)
-    whole = linear(x)
-    return all(
-        torch.equal(linear(x[rows - count :]), whole[rows - count :]) for count in _PROBE_ROWS
-    )
+class ExactLinear:
+    """`product`, called at proven heights only. `proven` may be shared with equal weights."""
+
+    def __init__(self, product: Linear, weight: Tensor, proven: dict[int, bool]) -> None:
+        self._product = product
+        self._out_features, self._in_features = weight.shape
+        self._dtype, self._device = weight.dtype, weight.device
+        self._proven = proven
+        if not proven:
+            proven.update(self._prove_small())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, in] -> [tokens, out]."""
+        if len(x) in SMALL_HEIGHTS and self._proven[len(x)]:
+            return self._product(x.contiguous())
+        parts = [
+            self._at_height(x[start:stop], height) for start, stop, height in self._cut(len(x))
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else x.new_empty(0, self._out_features)
+
+    def _prove_small(self) -> dict[int, bool]:
+        tallest = SMALL_HEIGHTS[-1]
+        if not self._is_same_at_every_place(tallest):
+            # What is always exact: each row by itself.
+            return dict.fromkeys(SMALL_HEIGHTS, False) | {1: True}
+        alike = all(self._agree(tallest, height) for height in SMALL_HEIGHTS[:-1])
+        return dict.fromkeys(SMALL_HEIGHTS, alike) | {tallest: True}
+
+    def _cut(self, rows: int) -> Iterator[tuple[int, int, int]]:
+        """Cut `rows` into pieces, each with the proven height it is padded to."""
+        start = 0
+        while start < rows:
+            height = self._height_for(rows - start)
+            stop = min(start + height, rows)
+            yield start, stop, height
+            start = stop
+
+    def _height_for(self, rows: int) -> int:
+        """The lowest height that holds `rows` if it is proven, else the tallest proven below."""
+        fitting = next((height for height in _HEIGHTS if height >= rows), _HEIGHTS[-1])
+        below = (height for height in reversed(_HEIGHTS) if height <= fitting)
+        return next(filter(self._is_proven, below), 1 if 1 in self._proven else SMALL_HEIGHTS[-1])
+
+    def _is_proven(self, height: int) -> bool:
+        if height not in self._proven:
+            pieces = max(h for h, good in self._proven.items() if good and height % h == 0)
+            self._proven[height] = self._agree(height, pieces)
+        return self._proven[height]
+
+    def _agree(self, height: int, piece: int) -> bool:
+        """Whether every row of a product `height` rows high has its bits in pieces of `piece`."""
+        x = self._trial(height)
+        pieces = [self._product(part) for part in x.split(piece)]
+        return torch.equal(self._product(x), torch.cat(pieces))
+
+    def _is_same_at_every_place(self, height: int) -> bool:
+        """Whether a row keeps its bits one row further down, and so anywhere."""
+        x = self._trial(height)
+        return torch.equal(self._product(x.roll(1, 0)), self._product(x).roll(1, 0))
+
+    def _trial(self, rows: int) -> Tensor:
+        generator = torch.Generator().manual_seed(rows)
+        x = torch.randn(rows, self._in_features, generator=generator)
+        return x.to(self._dtype).to(self._device)
+
+    def _at_height(self, x: Tensor, height: int) -> Tensor:
+        rows = len(x)
+        if rows == height:
+            return self._product(x.contiguous())
+        padded = torch.nn.functional.pad(x, (0, 0, 0, height - rows))
+        return self._product(padded)[:rows]

@@ -29,6 +29,9 @@ _HAS_PSUTIL = importlib.util.find_spec("psutil") is not None
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts background jobs with SIGINT ignored, and children would inherit it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_STATE] = _Session()
     if importlib.util.find_spec("hypothesis") is not None:
         from hypothesis import settings

@@ -25,7 +25,7 @@ from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape, paged_attention, plan_attention, write_kv
 from unisono.ops.comm import solo_group
 from unisono.ops.exactness import attention_threads
-from unisono.ops.linear import pack_linear, packed_linear, rows_are_exact, tiled_linear
+from unisono.ops.linear import SMALL_HEIGHTS, ExactLinear, pack_linear, plain_product
 from unisono.ops.reference.activation import silu_and_mul
 from unisono.ops.reference.embedding import embed_shard
 from unisono.ops.reference.norm import rms_norm
@@ -61,28 +61,54 @@ def rows_keep_their_bits(name: str, op: Callable[[Tensor], Tensor], x: Tensor) -
 )
 def test_linear(out_features: int, in_features: int, dtype: torch.dtype) -> None:
     weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
-    linear = pack_linear(weight, {})
-    rows_keep_their_bits("linear", linear, torch.randn(200, in_features).to(dtype))
+    x = torch.randn(300, in_features).to(dtype)
+    rows_keep_their_bits("packed linear", pack_linear(weight, {}), x)
+    rows_keep_their_bits("plain linear", ExactLinear(plain_product(weight), weight, {}), x)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tiled_linear_where_the_packed_one_is_not_exact(dtype: torch.dtype) -> None:
-    linear = tiled_linear((torch.randn(136, 72) / 8).to(dtype))
-    rows_keep_their_bits("tiled linear", linear, torch.randn(100, 72).to(dtype))
-
-
-def test_a_product_that_depends_on_its_company_is_found_and_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_linear_on_a_product_that_changes_with_the_number_of_rows() -> None:
+    """MKL has other bits at few rows, and this one at many: such heights are found and left out."""
     weight = torch.randn(40, 24)
+    heights = []
 
-    def sloppy(packed_weight: Tensor) -> Callable[[Tensor], Tensor]:
-        return lambda x: x @ packed_weight.T * (1 + 1e-7 * (len(x) > 4))
+    def product(x: Tensor) -> Tensor:
+        heights.append(len(x))
+        return x @ weight.T * (1 + 1e-6 * (len(x) > 48)) * (1 + 1e-6 * (len(x) < 16))
 
-    assert not rows_are_exact(sloppy(weight), weight)
-    assert rows_are_exact(packed_linear(weight), weight)
-    monkeypatch.setattr("unisono.ops.linear.packed_linear", sloppy)
-    rows_keep_their_bits("replaced linear", pack_linear(weight, {}), torch.randn(80, 24))
+    linear = ExactLinear(product, weight, proven := {})
+    rows_keep_their_bits("linear", linear, torch.randn(300, 24))
+    assert {height for height, good in proven.items() if good} == {16, 32, 48}
+    heights.clear()
+    linear(torch.randn(37, 24))
+    linear(torch.randn(1, 24))
+    linear(torch.randn(100, 24))
+    assert heights == [48, 16, 48, 48, 16]
+
+
+def test_linear_on_a_product_that_changes_with_the_place_of_a_row() -> None:
+    weight = torch.randn(7, 5)
+
+    def product(x: Tensor) -> Tensor:
+        return x @ weight.T * (1 + 1e-6 * (torch.arange(len(x))[:, None] % 4 == 3))
+
+    rows_keep_their_bits("linear", ExactLinear(product, weight, {}), torch.randn(70, 5))
+
+
+def test_equal_shapes_are_proven_once_and_nothing_is_proven_in_vain() -> None:
+    calls = []
+
+    def counted(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return x @ torch.ones(24, 8)
+
+    weight = torch.ones(8, 24)
+    proven: dict[int, bool] = {}
+    ExactLinear(counted, weight, proven)
+    first = len(calls)
+    linear = ExactLinear(counted, weight, proven)
+    assert len(calls) == first
+    linear(torch.randn(64, 24))
+    assert set(proven) == {*SMALL_HEIGHTS, 64}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import python_path
 from tests.test_layering import DECIDING, ROOT, TORCH_FREE
 
 HEAVY = ("torch", "numpy", "transformers", "tokenizers", "gguf", "safetensors", "jinja2", "rich")
@@ -104,4 +105,4 @@ def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _environ() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}
+    return os.environ | {"PYTHONPATH": python_path()}

@@ -82,8 +82,9 @@ def die_with_parent(parent_pid: int, tidy: Callable[[], None] | None = None) -> 
 
     A worker (no `tidy`) is killed by the kernel where that exists (Linux), at the moment the
     thread that started it ends. With `tidy` the process gets the time to call it and then ends;
-    `tidy` is called as well when the process ends by itself. SIGINT is ignored from here on: a Ctrl-C reaches every
-    process of a terminal, and the launcher decides what it means. SIGTERM ends the process.
+    `tidy` is called as well when the process ends by itself. SIGINT is ignored from here on: a
+    Ctrl-C reaches every process of a terminal, and the launcher decides what it means. SIGTERM
+    ends the process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import python_path
+
 UNISONO = (sys.executable, "-m", "unisono")
 
 
@@ -22,8 +23,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     }
-    path = [str(ROOT), *filter(None, [environ.get("PYTHONPATH")])]
-    return {**environ, "PYTHONPATH": os.pathsep.join(path), **(extra or {})}
+    return {**environ, "PYTHONPATH": python_path(), **(extra or {})}
 
 
 def start(
@@ -104,5 +104,4 @@ def plant(directory: Path, rank: int, patches: Mapping[str, str]) -> dict[str, s
         """
     )
     (directory / "sitecustomize.py").write_text(source)
-    path = [str(directory), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(path)}
+    return {"PYTHONPATH": python_path(directory)}

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import python_path
 from unisono.launcher import demo_model
 from unisono.launcher.demo_model import DEMO, DemoFile, cache_directory, demo_model_path
 from unisono.models.config import ConfigError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 4096
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_two_processes_at_once_both_get_the_whole_file(cache: Path, demo: DemoFi
         "import sys; from unisono.launcher.demo_model import *;"
         f"print(demo_model_path(demo={demo!r}).stat().st_size)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     both = [
         subprocess.Popen(
             [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True

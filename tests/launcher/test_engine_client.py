@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from tests.launcher.fake_processes import FAULT, config, fake_table
+from tests.paths import ROOT, python_path
 from unisono.launcher.cluster import ClusterFacts
 from unisono.launcher.diagnosis import diagnose, too_late
 from unisono.launcher.engine_client import Engine
@@ -36,7 +37,6 @@ from unisono.runtime.protocol import (
 )
 from unisono.workers.protocol import int32s
 
-ROOT = Path(__file__).resolve().parents[2]
 MARK = "UNISONO_TEST_ENGINE"
 PARAMS = SamplingParams()
 
@@ -46,7 +46,7 @@ def mark(monkeypatch) -> str:
     """Every process of one test carries it, whoever its parent is."""
     value = uuid.uuid4().hex
     monkeypatch.setenv(MARK, value)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", python_path())
     return value
 
 

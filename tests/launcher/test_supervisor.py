@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.fake_child import Todo
+from tests.paths import ROOT, python_path
 from unisono.launcher import private_directory
 from unisono.launcher.private_directory import MAX_SOCKET_PATH, PrivateDirectory, sweep
 from unisono.launcher.process_table import ProcessSpec
 from unisono.launcher.supervisor import Exit, Supervisor
 from unisono.models.config import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 DEAD_PID = 4_194_305
 """Above the largest process id of Linux."""
 
 
 def spec(name: str, what: str, path: Path | str = "", **rest: object) -> ProcessSpec:
-    env = {"PYTHONPATH": str(ROOT)} | rest.pop("env", {})
+    env = {"PYTHONPATH": python_path()} | rest.pop("env", {})
     entry = "tests.launcher.fake_child:child"
     return ProcessSpec(name=name, entry=entry, orders=Todo(what, str(path)), env=env, **rest)
 

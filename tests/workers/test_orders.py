@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import python_path
 from unisono.models.config import ModelConfig, RopeConfig
 from unisono.workers.channel import CurveKeys, ProtocolError
 from unisono.workers.config import WorkerConfig
 from unisono.workers.orders import WorkerOrders, orders_line, read_orders
 
-ROOT = Path(__file__).resolve().parents[2]
 LINUX = sys.platform == "linux"
 
 CHILD = """
@@ -216,7 +216,7 @@ def orders(model_path: str = "a path/with \u00e4 and \udcff") -> WorkerOrders:
 
 
 def _environ() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}
+    return os.environ | {"PYTHONPATH": python_path()}
 
 
 def _start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
