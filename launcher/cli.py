@@ -35,6 +35,8 @@ COMMANDS = {
 """Command name: the module whose `command` it is, and the line that `unisono --help` shows."""
 
 EXIT_FAULT, EXIT_USER = 1, 2
+INSIST_S = 0.5
+"""How long an interruption may take to arrive before it is raised again."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -152,7 +154,11 @@ def _as_facts(error: Exception, code: int) -> dict[str, object]:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into `Interrupted`; later ones must not break the close."""
+    """Turn the first SIGINT or SIGTERM into `Interrupted`; later ones must not break the close.
+
+    A library may lose an exception that a signal raises inside it. So it is raised again until it
+    is on its way out.
+    """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     # A shell starts background jobs with SIGINT ignored, and it must stay so.
     taken = [number for number, handler in handlers.items() if handler is not signal.SIG_IGN]
@@ -160,15 +166,30 @@ def _signals_raise() -> Iterator[None]:
     def stop(signum: int, frame: FrameType | None) -> NoReturn:
         for number in taken:
             signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, lambda *_: insist(signum))
+        signal.setitimer(signal.ITIMER_REAL, INSIST_S, INSIST_S)
         raise Interrupted(signum)
+
+    def insist(signum: int) -> None:
+        if not _is_unwinding():
+            raise Interrupted(signum)
 
     for number in taken:
         signal.signal(number, stop)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number in taken:
             signal.signal(number, handlers[number])
+
+
+def _is_unwinding() -> bool:
+    """Whether an `Interrupted` is being handled where the main thread is."""
+    error = sys.exception()
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__context__
+    return error is not None
 
 
 def _usage_message(error: click.ClickException) -> str:

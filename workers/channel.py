@@ -11,6 +11,7 @@ None of this is safe to use from two threads.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -279,7 +280,11 @@ class _Link:
 
     def close(self) -> None:
         self.socket.close()
-        self._context.term()
+        # Terminating waits for the library's own threads, with no limit of its own: it was seen,
+        # rarely, not to return after a signal. Nobody may wait for it longer than for a message.
+        ending = threading.Thread(target=self._context.term, name="zmq-term", daemon=True)
+        ending.start()
+        ending.join(2 * LINGER_MS / 1000)
 
 
 def _milliseconds(timeout_s: float | None) -> int | None:

@@ -158,9 +158,10 @@ def test_ctrl_c_at_any_moment_ends_everything(model: str) -> None:
             process.communicate(timeout=moment)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
-        # Before our handler is there Python itself ends by the signal.
-        assert process.returncode in (130, -signal.SIGINT), f"after {moment:.2f} s"
+        _, err = process.communicate(timeout=20)
+        # Before our handler is there Python itself ends, by the signal or with a traceback.
+        ended_early = process.returncode == -signal.SIGINT or "KeyboardInterrupt" in err
+        assert process.returncode == 130 or ended_early, f"after {moment:.2f} s"
 
 
 def test_sigterm_is_a_clean_stop(model: str) -> None:

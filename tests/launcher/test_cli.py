@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
+import time
 
 import click
 import pytest
@@ -243,3 +245,40 @@ def test_json_errors_holds_for_usage_errors_too(run):
     facts = json.loads(err)
     assert (code, facts["error"], facts["exit_code"]) == (2, "NoSuchOption", 2)
     assert "--frob" in facts["message"]
+
+
+def test_an_interruption_that_a_library_loses_is_raised_again():
+    body = """
+    print("ready", flush=True)
+    import time
+    for _ in range(3):
+        try:
+            time.sleep(10)
+        except BaseException:
+            pass  # lost
+    time.sleep(10)
+    """
+    process = start(textwrap.dedent(body))
+    assert process.stdout.readline() == "ready\n"
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert time.monotonic() - begin < 5
+
+
+def test_a_slow_close_is_not_interrupted_again():
+    body = """
+    import time
+    try:
+        print("ready", flush=True)
+        time.sleep(10)
+    finally:
+        time.sleep(1.5)
+        print("closed", flush=True)
+    """
+    process = start(textwrap.dedent(body))
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=10)
+    assert (process.returncode, out) == (130, "closed\n")

@@ -409,6 +409,15 @@ def test_close_is_quick_with_messages_nobody_took(endpoint):
     assert time.monotonic() - begin < 1.0
 
 
+def test_close_does_not_wait_for_a_library_that_hangs(endpoint):
+    peer = Peer(endpoint, "rank 0", WORKER_COMMANDS, SESSION)
+    other = peer._link._context.socket(zmq.DEALER)  # termination waits until it is closed
+    begin = time.monotonic()
+    peer.close()
+    assert time.monotonic() - begin < 1.5
+    other.close()
+
+
 def test_the_last_words_of_a_closing_peer_arrive(endpoint):
     with Hub(endpoint, WORKER_REPORTS, SESSION) as hub:
         with Peer(endpoint, "rank 0", WORKER_COMMANDS, SESSION) as peer:
