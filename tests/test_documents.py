@@ -177,9 +177,10 @@ def _command_names() -> tuple[str, ...]:
 @cache
 def _options() -> frozenset[str]:
     """Every option of the command line, and those of `scripts/test`."""
-    options = {"--help", "--version", "--gpu"}
-    for module, _ in importlib.import_module("unisono.launcher.cli").COMMANDS.values():
-        command = importlib.import_module(module).command
+    cli = importlib.import_module("unisono.launcher.cli")
+    commands = [importlib.import_module(module).command for module, _ in cli.COMMANDS.values()]
+    options = {"--help", "--gpu"}
+    for command in [cli.unisono_command, *commands]:
         assert isinstance(command, click.Command)
         options.update(option for parameter in command.params for option in parameter.opts)
     return frozenset(options)
