@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _DIGEST_MASK = (1 << 62) - 1
-_KIND = {"all_reduce": 1, "max": 2, "gather": 3}
+_KIND = {"all_reduce": 1, "max": 2}
 
 
 class PeerLost(RuntimeError):
@@ -56,11 +56,6 @@ class Group:
         if self.size == 1:
             return x
         return torch.stack(self._gather(x)).amax(0)
-
-    def gather(self, x: Tensor) -> list[Tensor]:
-        """Return every rank's `x` (one shape on all ranks), in rank order."""
-        self._note("gather", x.numel())
-        return [x] if self.size == 1 else self._gather(x)
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.size)]

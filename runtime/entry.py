@@ -69,6 +69,13 @@ def _remove(directory: Path) -> None:
 
 def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
     loaded = _bring_up(clients, workers)
+    for rank, report in sorted(loaded.items()):
+        log.info(
+            "rank %d: %.1f MiB of weights, offers %d KV blocks",
+            rank,
+            report.weight_bytes / 2**20,
+            report.num_blocks,
+        )
     num_blocks = min(report.num_blocks for report in loaded.values())
     workers.allocate(num_blocks)
     worker = config.worker
