@@ -188,7 +188,7 @@ def print_rich(report: Report) -> None:
     for title, header, rows in _tables(report):
         table = RichTable(title=title, title_justify="left")
         for name in header:
-            table.add_column(name, justify="left" if name in LEFT else "right")
+            table.add_column(name, justify="left" if name in LEFT else "right", overflow="fold")
         for row in rows:
             table.add_row(*row)
         console.print(table)
