@@ -15,16 +15,19 @@ VOCABULARY = 1000
 
 
 def next_token(prefix: list[int]) -> int:
-    return crc32(array("i", prefix).tobytes()) % VOCABULARY
+    return _hash(prefix, 0) % VOCABULARY
 
 
 class FakeWorker:
-    """Keeps tokens where a real one keeps KV: in blocks, by the slot's table."""
+    """Keeps tokens where a real one keeps KV: in blocks, by the slot's table.
+
+    Beside each token lies the hash of all up to it, as real KV depends on all before it.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(num_slots + 1)]
         self.tables: list[list[int]] = [[] for _ in range(num_slots + 1)]
-        self.memory: dict[int, int] = {}
+        self.memory: dict[int, tuple[int, int]] = {}
 
     def step(self, plan: StepPlan) -> list[int]:
         start = 0
@@ -48,17 +51,28 @@ class FakeWorker:
     def _row(self, slot: int, start: int, count: int, phase: int) -> list[int]:
         assert slot > 0
         assert count > 0
+        state = self.memory[self._place(slot, start - 1)][1] if start else 0
         for at in range(start, start + count):
             place = self._place(slot, at)
             assert place not in self.memory, "a place is written twice"
-            self.memory[place] = self.tokens[slot][at]
+            state = _hash(self.tokens[slot][at : at + 1], state)
+            self.memory[place] = self.tokens[slot][at], state
         if phase == Phase.CHUNK:
             return []
-        prefix = [self.memory[self._place(slot, at)] for at in range(start + count)]
-        token = next_token(prefix)
+        token = self._read(slot, start + count) % VOCABULARY
         assert len(self.tokens[slot]) == start + count
         self.tokens[slot].append(token)
         return [token]
+
+    def _read(self, slot: int, length: int) -> int:
+        """The hash of the first `length` tokens as they lie in the blocks, each block checked."""
+        state = 0
+        for begin in range(0, length, 64):
+            places = range(self._place(slot, begin), self._place(slot, min(begin + 64, length) - 1))
+            kept = [self.memory[place] for place in (*places, places.stop)]
+            state = _hash([token for token, _ in kept], state)
+            assert kept[-1][1] == state, "a block of another prefix"
+        return state
 
     def _clear(self, block: int) -> None:
         for place in range(block * 64, block * 64 + 64):
@@ -134,3 +148,8 @@ def drain(plans: Scheduler, worker: FakeWorker) -> dict[int, list[int]]:
             answers.setdefault(news.request.request_id, []).append(news.token_id)
         plans.audit()
     return answers
+
+
+def _hash(tokens: list[int], before: int) -> int:
+    """crc32 goes on where it stopped: of the parts it is the same as of the whole."""
+    return crc32(array("i", tokens).tobytes(), before)
