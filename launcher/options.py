@@ -34,6 +34,7 @@ LAUNCH_OPTIONS = (
     "max_requests",
     "kv_tokens",
     "max_step_tokens",
+    "no_prefix_cache",
     "log_level",
     "start_timeout_s",
     "stop_grace_s",

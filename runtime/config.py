@@ -15,6 +15,8 @@ class RuntimeConfig:
     worker: WorkerConfig
     max_step_tokens: int = 2048
     """Most tokens that one step computes, prompts and answers together."""
+    no_prefix_cache: bool = False
+    """Compute every prompt anew, even where an earlier request began with the same tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,6 +85,7 @@ def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
         max_model_len=worker.max_model_len,
         max_step_tokens=config.max_step_tokens,
         eos_token_ids=worker.model.eos_token_ids,
+        prefix_cache=not config.no_prefix_cache,
     )
     clients.send(
         CLIENT,

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 
 from unisono.runtime.protocol import SamplingParams
 from unisono.workers.config import BLOCK_SIZE
+from unisono.workers.protocol import int32s
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """A request and how far it is.
 
-    [0, num_computed) has its KV in the cache; the next step computes from there. After the
-    prompt, the newest token is always the one position that is not computed yet.
+    [0, num_computed)             has its KV in `blocks`; the next step computes from there
+    [num_computed, num_given)     what its slot was opened with and is still to be computed
+    [0, num_tokens)               prompt and answer; after num_given the newest token is always
+                                  the one position that is not computed yet
     """
 
     client: str
@@ -24,27 +27,61 @@ class Request:
     max_tokens: int
     """The caller's limit, or less where the context ends first."""
     arrived_s: float
+    priority: int = 0
+    """Lower goes first; among equals, the first to come."""
+    order: int = 0
+    """Its number in the order of arrival."""
+    answer_ids: array[int] = field(default_factory=int32s)
     slot: int = 0
     blocks: list[int] = field(default_factory=list)
-    num_reserved: int = 0
-    """Blocks set aside for it and not taken yet."""
+    num_sent_blocks: int = 0
+    """How many of `blocks` its slot on the workers knows."""
+    num_published: int = 0
+    """Its first blocks that the prefix cache knows, as its own or as another's equal ones."""
+    block_names: list[bytes] = field(default_factory=list)
+    num_given: int = 0
+    """Tokens its slot was opened with: the prompt, and after a pre-emption the answer so far."""
     num_computed: int = 0
-    num_answered: int = 0
+    num_admissions: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache spared it when it was first admitted."""
     first_token_s: float = 0.0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place among all requests: the least is served first and pre-empted last."""
+        return self.priority, self.order
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_ids)
 
     @property
+    def num_answered(self) -> int:
+        return len(self.answer_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer so far."""
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+    @property
     def in_prompt(self) -> bool:
-        """Whether prompt tokens are still to be computed."""
-        return self.num_computed < self.num_prompt_tokens
+        """Whether tokens that its slot was opened with are still to be computed."""
+        return self.num_computed < self.num_given
 
     @property
     def max_blocks(self) -> int:
         """Blocks it needs at the most: the last token of an answer is never computed."""
         return blocks_for(self.num_prompt_tokens + self.max_tokens - 1)
+
+    def tokens(self, start: int, stop: int) -> array[int]:
+        """Return the tokens at positions [start, stop) of prompt and answer."""
+        prompt = self.num_prompt_tokens
+        return (
+            self.prompt_ids[start:stop]
+            + self.answer_ids[max(start - prompt, 0) : max(stop - prompt, 0)]
+        )
 
 
 def blocks_for(num_tokens: int) -> int:

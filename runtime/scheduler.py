@@ -1,13 +1,17 @@
 """Which rows the next step computes. Plain numbers; pure given the ledger and the results.
 
-Continuous batching, first come first served: a request is admitted when a slot is free and its
-worst case fits, so none is ever interrupted. Decode rows go first, then prompts in order of
-arrival within the token budget; a prompt that does not fit is cut at a block border.
+Continuous batching by rank (priority, then arrival): a request is admitted when a slot is free and
+the tokens it has so far fit. Decode rows go first, then prompts within the token budget; a prompt
+that does not fit is cut at a block border. If a running request finds no block, the one of the
+last rank is pre-empted: it loses its slot and blocks, waits at its place, and is computed again
+as a prompt of all its tokens. So the request of the first rank always gets on.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
+from bisect import insort
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,17 +43,21 @@ class Scheduler:
         max_model_len: int,
         max_step_tokens: int,
         eos_token_ids: Sequence[int],
+        prefix_cache: bool = True,
     ) -> None:
         self.ledger = BlockLedger(num_blocks)
+        self.num_preemptions = 0
         self._max_model_len = max_model_len
         self._max_step_tokens = max(max_step_tokens, BLOCK_SIZE)
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._prefix_cache = prefix_cache
         self._free_slots = deque(range(1, max_requests + 1))
         self._num_slots = max_requests
-        self._waiting: deque[Request] = deque()
+        self._num_arrived = 0
+        self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._in_flight: list[Request] = []
-        self._phases = int32s()
+        self._rows = Rows()
         self._step = 0
 
     @property
@@ -74,9 +82,11 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a checked request."""
+        """Queue a checked request behind those of its priority."""
         self.check(request)
-        self._waiting.append(request)
+        self._num_arrived += 1
+        request.order = self._num_arrived
+        self._enqueue(request)
 
     def abort(self, client: str, request_id: int) -> None:
         """Forget a request; one that has ended already is no error."""
@@ -88,54 +98,56 @@ class Scheduler:
                     self._close(request)
                 return
 
+    def restart(self) -> None:
+        """The ranks were started anew: every slot, every block and the step in flight are lost.
+
+        Running requests wait at their places, with the tokens they have.
+        """
+        for request in list(self._running):
+            self._close(request)
+            self._enqueue(request)
+        self.ledger = BlockLedger(self.ledger.num_blocks)
+        for request in self._waiting:
+            request.block_names = []  # of the old cache's salt
+        self._in_flight = []
+
     def next_plan(self) -> StepPlan | None:
         """Admit what fits and return the next step; None if there is nothing to compute."""
         assert not self._in_flight, "the result of the last step is still due"
-        opened = self._admit()
-        slot, start, count, phase = int32s(), int32s(), int32s(), int32s()
-        block_slot, block_id = int32s(), int32s()
-        budget = self._max_step_tokens
-        for request in self._by_urgency():
-            num_tokens, row_phase = self._row_of(request, budget)
-            if num_tokens == 0:
-                continue
-            budget -= num_tokens
-            for block in self._grow(request, request.num_computed + num_tokens):
-                block_slot.append(request.slot)
-                block_id.append(block)
-            slot.append(request.slot)
-            start.append(request.num_computed)
-            count.append(num_tokens)
-            phase.append(row_phase)
-            request.num_computed += num_tokens
-            self._in_flight.append(request)
-        if not self._in_flight:
+        num_preemptions = self.num_preemptions
+        planned = self._plan_decodes()
+        # Whoever was pre-empted just now would only take the blocks that were needed.
+        opened = self._admit() if self.num_preemptions == num_preemptions else []
+        planned += self._plan_prompts(self._max_step_tokens - len(planned))
+        if not planned:
+            assert not self.has_work, "requests wait and nothing runs"
             return None
         self._step += 1
-        open_tokens = int32s()
-        for request in opened:
-            open_tokens.extend(request.prompt_ids)
-        self._phases = phase
+        rows = Rows()
+        for request, count, phase in planned:
+            rows.slot.append(request.slot)
+            rows.start.append(request.num_computed)
+            rows.count.append(count)
+            rows.phase.append(phase)
+            request.num_computed += count
+            self._in_flight.append(request)
+        self._rows = rows
         return StepPlan(
-            step=self._step,
-            rows=Rows(slot=slot, start=start, count=count, phase=phase),
-            open_slot=int32s(request.slot for request in opened),
-            open_length=int32s(request.num_prompt_tokens for request in opened),
-            open_tokens=open_tokens,
-            block_slot=block_slot,
-            block_id=block_id,
+            step=self._step, rows=rows, **_open_arrays(opened), **_block_arrays(self._running)
         )
 
     def apply(self, tokens: Sequence[int]) -> list[NewToken]:
         """Take the tokens of the step's sampling rows, in row order."""
-        rows = zip(self._in_flight, self._phases, strict=True)
-        sampling = [request for request, phase in rows if phase != Phase.CHUNK]
+        rows = list(zip(self._in_flight, self._rows.phase, strict=True))
         self._in_flight = []
+        for request, _ in rows:
+            self._publish(request)
+        sampling = [request for request, phase in rows if phase != Phase.CHUNK]
         news = []
         for request, token_id in zip(sampling, tokens, strict=True):
             if request.slot == 0:  # aborted while the step ran
                 continue
-            request.num_answered += 1
+            request.answer_ids.append(token_id)
             reason = finish_reason(request, token_id, self._eos_token_ids)
             news.append(NewToken(request, token_id, reason))
             if reason is not None:
@@ -143,50 +155,166 @@ class Scheduler:
         return news
 
     def audit(self) -> None:
-        """Blocks and slots add up; every running request has room for what it computed."""
+        """Blocks and slots add up; every running request has room, and writes to no shared block.
+
+        Raises AssertionError.
+        """
         self.ledger.audit()
         slots = [request.slot for request in self._running]
         assert sorted([*slots, *self._free_slots]) == list(range(1, self._num_slots + 1))
+        ranks = [request.rank for request in self._waiting]
+        assert ranks == sorted(set(ranks)), "the queue is out of order"
+        users = Counter(block for request in self._running for block in request.blocks)
+        assert users.total() == sum(map(self.ledger.num_users, users)), "a block has a lost user"
+        assert self.ledger.num_free + len(users) == self.ledger.num_blocks, "a block has no user"
+        writes_from = dict(zip(self._in_flight, self._rows.start, strict=False))
         for request in self._running:
-            assert len(request.blocks) == blocks_for(request.num_computed), request
-            assert len(request.blocks) + request.num_reserved == request.max_blocks, request
-        assert all(request.slot == 0 and not request.blocks for request in self._waiting)
+            self._audit_running(request, writes_from.get(request, request.num_computed))
+        for request in self._waiting:
+            assert request.slot == 0, request
+            assert not request.blocks, request
+            assert request.num_computed == 0, request
+
+    def _audit_running(self, request: Request, writes_from: int) -> None:
+        num_needed = max(request.num_computed, request.num_given)
+        assert len(request.blocks) == blocks_for(num_needed), request
+        assert request.num_computed <= request.num_tokens, request
+        assert request.num_sent_blocks <= len(request.blocks), request
+        for i, block in enumerate(request.blocks):
+            name = self.ledger.cache.name_of(block)
+            if name is not None or self.ledger.num_users(block) > 1:
+                assert (i + 1) * BLOCK_SIZE <= writes_from, "a shared block is written"
+                assert name == request.block_names[i], "a block has another's name"
+
+    def _plan_decodes(self) -> list[_Row]:
+        """Rows of the requests that decode, in order of rank, each with room for its token."""
+        planned: list[_Row] = []
+        decoding = [request for request in self._running if not request.in_prompt]
+        for request in sorted(decoding, key=_rank):
+            if len(planned) == self._max_step_tokens:
+                break
+            # Victims have the last rank, so none of them is planned already.
+            if request.slot and self._make_room(request):
+                planned.append((request, 1, Phase.DECODE))
+        return planned
+
+    def _plan_prompts(self, budget: int) -> list[_Row]:
+        planned: list[_Row] = []
+        prompts = [request for request in self._running if request.in_prompt]
+        for request in sorted(prompts, key=_rank):
+            count, phase = _prompt_row(request, budget)
+            if count:
+                planned.append((request, count, phase))
+                budget -= count
+        return planned
+
+    def _make_room(self, request: Request) -> bool:
+        """Take the block that the next token needs, pre-empting for it; False: it was itself."""
+        missing = blocks_for(request.num_computed + 1) - len(request.blocks)
+        while not self.ledger.can_take(missing):
+            victim = max(self._running, key=_rank)
+            self._close(victim)
+            self._enqueue(victim)
+            self.num_preemptions += 1
+            if victim is request:
+                return False
+        request.blocks += self.ledger.take(missing)
+        return True
 
     def _admit(self) -> list[Request]:
+        """Open slots in order of rank, as long as all tokens of the next request find blocks."""
         opened = []
         while self._waiting and self._free_slots:
             request = self._waiting[0]
-            if not self.ledger.reserve(request.max_blocks):
+            shared = self._find_shared(request)
+            missing = blocks_for(request.num_tokens) - len(shared)
+            if not self.ledger.can_take(missing, shared):
                 break
-            self._waiting.popleft()
-            request.num_reserved = request.max_blocks
+            self._waiting.pop(0)
+            self.ledger.share(shared)
+            request.blocks = shared + self.ledger.take(missing)
             request.slot = self._free_slots.popleft()
+            request.num_given = request.num_tokens
+            request.num_published = len(shared)
+            request.num_computed = len(shared) * BLOCK_SIZE
+            if request.num_admissions == 0:
+                request.num_cached_tokens = request.num_computed
+            request.num_admissions += 1
             self._running.append(request)
             opened.append(request)
         return opened
 
-    def _by_urgency(self) -> list[Request]:
-        return sorted(self._running, key=lambda request: request.in_prompt)
+    def _find_shared(self, request: Request) -> list[int]:
+        """Published blocks that hold its first tokens; the last is always left to compute."""
+        if not self._prefix_cache:
+            return []
+        count = (request.num_tokens - 1) // BLOCK_SIZE
+        self._name_blocks(request, count)
+        return self.ledger.cache.find(request.block_names[:count])
 
-    def _row_of(self, request: Request, budget: int) -> tuple[int, Phase]:
-        """Tokens that `request` computes in this step within `budget`, and their phase."""
-        if not request.in_prompt:
-            return min(1, budget), Phase.DECODE
-        left = request.num_prompt_tokens - request.num_computed
-        if left <= budget:
-            return left, Phase.PROMPT
-        end = (request.num_computed + budget) // BLOCK_SIZE * BLOCK_SIZE
-        return max(end - request.num_computed, 0), Phase.CHUNK
+    def _publish(self, request: Request) -> None:
+        """Let others find the blocks that `request` has filled with computed tokens."""
+        if not self._prefix_cache or request.slot == 0:
+            return
+        num_full = request.num_computed // BLOCK_SIZE
+        self._name_blocks(request, num_full)
+        for i in range(request.num_published, num_full):
+            self.ledger.cache.publish(request.blocks[i], request.block_names[i])
+        request.num_published = num_full
 
-    def _grow(self, request: Request, num_tokens: int) -> list[int]:
-        """Take the blocks that `request` lacks to hold `num_tokens`."""
-        blocks = self.ledger.take(blocks_for(num_tokens) - len(request.blocks))
-        request.num_reserved -= len(blocks)
-        request.blocks += blocks
-        return blocks
+    def _name_blocks(self, request: Request, count: int) -> None:
+        names = request.block_names
+        for i in range(len(names), count):
+            tokens = request.tokens(i * BLOCK_SIZE, (i + 1) * BLOCK_SIZE)
+            names.append(self.ledger.cache.name(names[-1] if names else b"", tokens))
+
+    def _enqueue(self, request: Request) -> None:
+        insort(self._waiting, request, key=_rank)
 
     def _close(self, request: Request) -> None:
         self._running.remove(request)
-        self.ledger.give_back(request.blocks, request.num_reserved)
+        self.ledger.give_back(request.blocks)
         self._free_slots.append(request.slot)
-        request.blocks, request.num_reserved, request.slot = [], 0, 0
+        request.blocks, request.slot = [], 0
+        request.num_computed = request.num_sent_blocks = request.num_published = 0
+
+
+_Row = tuple[Request, int, Phase]
+"""A request, how many tokens of it a step computes, and as what."""
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.rank
+
+
+def _prompt_row(request: Request, budget: int) -> tuple[int, Phase]:
+    """Tokens that `request` computes of its prompt within `budget`, and their phase."""
+    left = request.num_given - request.num_computed
+    if left <= budget:
+        return left, Phase.PROMPT
+    end = (request.num_computed + budget) // BLOCK_SIZE * BLOCK_SIZE
+    return max(end - request.num_computed, 0), Phase.CHUNK
+
+
+def _open_arrays(opened: Sequence[Request]) -> dict[str, array[int]]:
+    """What a plan says of the slots it opens: all tokens so far, and how many blocks are shared."""
+    tokens = int32s()
+    for request in opened:
+        tokens.extend(request.tokens(0, request.num_given))
+    return {
+        "open_slot": int32s(request.slot for request in opened),
+        "open_length": int32s(request.num_given for request in opened),
+        "open_tokens": tokens,
+        "num_shared": int32s(request.num_published for request in opened),
+    }
+
+
+def _block_arrays(running: Sequence[Request]) -> dict[str, array[int]]:
+    """What a plan says of the blocks that slots got since the last plan."""
+    slots, blocks = int32s(), int32s()
+    for request in running:
+        for block in request.blocks[request.num_sent_blocks :]:
+            slots.append(request.slot)
+            blocks.append(block)
+        request.num_sent_blocks = len(request.blocks)
+    return {"block_slot": slots, "block_id": blocks}

@@ -118,6 +118,7 @@ class LocalEngine:
         num_blocks: int = 64,
         max_requests: int = 16,
         max_step_tokens: int = 2048,
+        prefix_cache: bool = True,
     ) -> None:
         self.config = read_model_config(path)
         self.partition = ModelPartition.of(self.config, tp)
@@ -128,7 +129,10 @@ class LocalEngine:
             "max_requests": max_requests,
             "max_model_len": max_model_len,
             "max_step_tokens": max_step_tokens,
+            "prefix_cache": prefix_cache,
         }
+        self.num_preemptions = 0
+        self.num_cached_tokens: list[int] = []
         self.ranks = run_ranks(tp, self._build_rank)
 
     def generate(
@@ -142,10 +146,11 @@ class LocalEngine:
         """Answer greedily; request i arrives before step arrivals[i] (default: at once)."""
         scheduler = Scheduler(eos_token_ids=eos_token_ids, **self._scheduling)
         answers = [Answer() for _ in prompts]
-        waiting = [
+        asked = [
             (arrivals[i] if arrivals else 0, self._request(i, prompt, max_tokens))
             for i, prompt in enumerate(prompts)
         ]
+        waiting = list(asked)
         step = 0
         while waiting or scheduler.has_work:
             for arrival, request in [entry for entry in waiting if entry[0] <= step]:
@@ -165,6 +170,8 @@ class LocalEngine:
                 answer.reason = news.reason or ""
             scheduler.audit()
         assert scheduler.ledger.num_free == scheduler.ledger.num_blocks
+        self.num_preemptions = scheduler.num_preemptions
+        self.num_cached_tokens = [request.num_cached_tokens for _, request in asked]
         return answers
 
     def step(self, plan: StepPlan) -> tuple[list[int], list[Tensor]]:

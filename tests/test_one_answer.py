@@ -251,6 +251,31 @@ def test_model_alone_and_in_company(checkpoint: Path, tp: int, dtype: str) -> No
             assert_same_bits("logits", torch.stack(answer.logits), torch.stack(alone.logits))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_model_after_a_prefix_hit_and_after_pre_emption(checkpoint: Path, dtype: str) -> None:
+    """With KV that others left, and computed again from the start: same logits' bits."""
+    stem = random_ids(140, seed=1)
+    prompts = [stem[:120], stem[:128], stem[:70] + random_ids(50, seed=2), stem]
+    plain = LocalEngine(checkpoint, tp=2, dtype=dtype, max_model_len=200, prefix_cache=False)
+    solo = [plain.generate([prompt], max_tokens=30)[0] for prompt in prompts]
+    for prefix_cache in (False, True):
+        crowded = LocalEngine(
+            checkpoint,
+            tp=2,
+            dtype=dtype,
+            max_model_len=200,
+            num_blocks=5,
+            max_step_tokens=100,
+            prefix_cache=prefix_cache,
+        )
+        answers = crowded.generate(prompts, max_tokens=30, arrivals=[0, 3, 5, 9])
+        assert crowded.num_preemptions > 0
+        assert any(crowded.num_cached_tokens) is prefix_cache
+        for alone, answer in zip(solo, answers, strict=True):
+            assert answer.token_ids == alone.token_ids
+            assert_same_bits("logits", torch.stack(answer.logits), torch.stack(alone.logits))
+
+
 @torch.inference_mode()
 def test_blocks_change_hands_without_a_trace(checkpoint: Path) -> None:
     """A request on blocks full of NaN answers as on fresh ones."""

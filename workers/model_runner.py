@@ -52,7 +52,8 @@ class ModelRunner:
             self._slots.open(slot, prompt)
             start += length
         if len(plan.block_id):
-            self._cache.clear(plan.block_id)
+            if fresh := _fresh_blocks(plan):
+                self._cache.clear(fresh)
             self._slots.add_blocks(plan.block_slot, plan.block_id)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
@@ -63,3 +64,15 @@ class ModelRunner:
         token_ids = self._sampler.sample(logits)
         self._slots.append(inputs.sample_slots, inputs.sample_positions, token_ids)
         return token_ids.tolist()
+
+
+def _fresh_blocks(plan: StepPlan) -> list[int]:
+    """The blocks of `plan` that hold nothing which their slot may read."""
+    shared = dict(zip(plan.open_slot, plan.num_shared, strict=True))
+    fresh = []
+    for slot, block in zip(plan.block_slot, plan.block_id, strict=True):
+        if shared.get(slot, 0) > 0:
+            shared[slot] -= 1
+        else:
+            fresh.append(block)
+    return fresh

@@ -46,9 +46,11 @@ class Rows:
 class StepPlan:
     """One step: changes of the slot table first, then the rows to compute.
 
-    Opened slots: `open_slot[i]` receives `open_length[i]` prompt tokens, concatenated in
-    `open_tokens`. Blocks: `block_id[i]` becomes the next block of slot `block_slot[i]`. An opened
-    slot starts with no blocks, so re-opening a slot is what frees it on the worker.
+    Opened slots: `open_slot[i]` receives `open_length[i]` tokens, concatenated in `open_tokens`:
+    the prompt, and the answer so far if the request is resumed. Blocks: `block_id[i]` becomes the
+    next block of slot `block_slot[i]`. An opened slot starts with no blocks, so re-opening a slot
+    is what frees it on the worker. The first `num_shared[i]` blocks of slot `open_slot[i]` keep
+    what they hold, the computed KV of its first tokens; every other block is handed out cleared.
     """
 
     step: int
@@ -56,6 +58,7 @@ class StepPlan:
     open_slot: array[int] = field(default_factory=int32s)
     open_length: array[int] = field(default_factory=int32s)
     open_tokens: array[int] = field(default_factory=int32s)
+    num_shared: array[int] = field(default_factory=int32s)
     block_slot: array[int] = field(default_factory=int32s)
     block_id: array[int] = field(default_factory=int32s)
 

@@ -34,6 +34,7 @@ OTHER_VALUES = {
     "max_requests": ("5", 5),
     "kv_tokens": ("640", 640),
     "max_step_tokens": ("99", 99),
+    "no_prefix_cache": (None, True),
     "log_level": ("debug", "debug"),
     "start_timeout_s": ("12.5", 12.5),
     "stop_grace_s": ("0", 0.0),
