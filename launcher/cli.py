@@ -31,6 +31,10 @@ COMMANDS = {
         "unisono.launcher.inspect",
         "Show what each rank would hold and how fast it can be.",
     ),
+    "doctor": (
+        "unisono.launcher.doctor",
+        "Examine this machine and say what to do about it.",
+    ),
 }
 """Command name: the module whose `command` it is, and the line that `unisono --help` shows."""
 
