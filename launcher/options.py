@@ -39,7 +39,16 @@ LAUNCH_OPTIONS = (
     "stop_grace_s",
 )
 """Fields of the three nested configs; `LLM` and `unisono generate` take all of them."""
-SAMPLING_OPTIONS = ("max_tokens", "ignore_eos", "stop_token_ids")
+SAMPLING_OPTIONS = (
+    "max_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+)
 
 _CHOICES = {"dtype": DTYPES, "device": DEVICES, "log_level": LOG_LEVELS}
 _LEAST = {
@@ -51,9 +60,21 @@ _LEAST = {
     "kv_tokens": 0,
     "start_timeout_s": 1,
     "stop_grace_s": 0,
+    "temperature": 0,
+    "top_k": 0,
+    "min_p": 0,
+    "seed": 0,
 }
+_ABOVE = {"top_p": 0}
+_MOST = {"temperature": 100, "top_p": 1, "min_p": 1, "top_k": 2**31 - 1, "seed": 2**63 - 1}
 _ZERO_IS_AUTO = ("max_model_len",)
-_METAVARS = {"int": "N", "float": "SECONDS", "str": "TEXT", "tuple[int, ...]": "ID,ID,..."}
+_METAVARS = {
+    "int": "N",
+    "int | None": "N",
+    "float": "X",
+    "str": "TEXT",
+    "tuple[int, ...]": "ID,ID,...",
+}
 
 Command = Callable[..., Any]
 
@@ -64,11 +85,14 @@ class OptionSpec:
 
     name: str
     kind: str
-    """The field's annotation: int, float, str, bool or tuple[int, ...]."""
+    """The field's annotation: int, int | None, float, str, bool or tuple[int, ...]."""
     default: Any
     help: str
     choices: tuple[str, ...] = ()
     least: int | None = None
+    above: int | None = None
+    """A bound that is not legal itself."""
+    most: int | None = None
     zero_is_auto: bool = False
 
     @property
@@ -78,23 +102,55 @@ class OptionSpec:
     def check(self, value: object) -> None:
         """Raise ConfigError, one line, if `value` is not legal by itself."""
         if not _has_kind(value, self.kind):
-            raise ConfigError(f"{self.flag} {value!r}: expected {_describe_kind(self.kind)}")
+            raise ConfigError(f"{self.flag} {value!r}: expected {self._expected}")
         if self.choices and value not in self.choices:
             raise ConfigError(f"{self.flag} {value}: choose {_either(self.choices)}")
-        if self.least is None or (self.zero_is_auto and value == 0):
-            return
-        if value < self.least:  # type: ignore[operator]
-            zero = "0 (automatic) or " if self.zero_is_auto else ""
-            raise ConfigError(f"{self.flag} {value}: must be {zero}at least {self.least}")
+        if value is not None and not self._is_inside(value):
+            raise ConfigError(f"{self.flag} {value}: must be {self._range}")
 
     def parse(self, text: str) -> Any:
         """Turn the text of a command line into a legal value, or raise ConfigError."""
         try:
             value = _CONVERTERS[self.kind](text)
         except ValueError:
-            raise ConfigError(f"{self.flag} {text}: expected {_describe_kind(self.kind)}") from None
+            raise ConfigError(f"{self.flag} {text}: expected {self._expected}") from None
         self.check(value)
         return value
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in the help."""
+        if self.choices:
+            return f"[{'|'.join(self.choices)}]"
+        return "SECONDS" if self._is_time else _METAVARS[self.kind]
+
+    @property
+    def _is_time(self) -> bool:
+        return self.name.endswith("_s")
+
+    @property
+    def _expected(self) -> str:
+        return "a number of seconds" if self._is_time else _describe_kind(self.kind)
+
+    @property
+    def _range(self) -> str:
+        parts = ["0 (automatic) or"] if self.zero_is_auto else []
+        if self.least is not None:
+            parts.append(f"at least {self.least}")
+        if self.above is not None:
+            parts.append(f"above {self.above}")
+        if self.most is not None:
+            parts.append(f"and at most {self.most}")
+        return " ".join(parts)
+
+    def _is_inside(self, value: Any) -> bool:
+        if self.zero_is_auto and value == 0:
+            return True
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+        )
 
 
 def option_spec(name: str) -> OptionSpec:
@@ -174,6 +230,8 @@ def _all_specs() -> dict[str, OptionSpec]:
             help=_field_docs(owner).get(field.name, ""),
             choices=_CHOICES.get(field.name, ()),
             least=_LEAST.get(field.name),
+            above=_ABOVE.get(field.name),
+            most=_MOST.get(field.name),
             zero_is_auto=field.name in _ZERO_IS_AUTO,
         )
         for owner in (LaunchConfig, RuntimeConfig, WorkerConfig, SamplingParams)
@@ -205,11 +263,10 @@ def _field_docs(owner: type) -> dict[str, str]:
 def _click_option(spec: OptionSpec) -> Callable[[Command], Command]:
     if spec.kind == "bool":
         return click.option(spec.flag, spec.name, is_flag=True, default=None, help=spec.help)
-    metavar = f"[{'|'.join(spec.choices)}]" if spec.choices else _METAVARS[spec.kind]
     shown = ",".join(map(str, spec.default)) if isinstance(spec.default, tuple) else spec.default
-    text = spec.help if shown == "" else f"{spec.help}  [default: {shown}]"
+    text = spec.help if shown in ("", None) else f"{spec.help}  [default: {shown}]"
     return click.option(
-        spec.flag, spec.name, type=_ConfigValue(spec), default=None, metavar=metavar, help=text
+        spec.flag, spec.name, type=_ConfigValue(spec), default=None, metavar=spec.metavar, help=text
     )
 
 
@@ -231,6 +288,7 @@ def _int_tuple(text: str) -> tuple[int, ...]:
 
 _CONVERTERS: dict[str, Callable[[str], Any]] = {
     "int": int,
+    "int | None": int,
     "float": float,
     "str": str,
     "tuple[int, ...]": _int_tuple,
@@ -245,6 +303,8 @@ def _has_kind(value: object, kind: str) -> bool:
     match kind:
         case "int":
             return _is_int(value)
+        case "int | None":
+            return value is None or _is_int(value)
         case "float":
             return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
         case "str":
@@ -259,7 +319,8 @@ def _has_kind(value: object, kind: str) -> bool:
 def _describe_kind(kind: str) -> str:
     names = {
         "int": "a whole number",
-        "float": "a number of seconds",
+        "int | None": "a whole number",
+        "float": "a number",
         "str": "text",
         "bool": "True or False",
         "tuple[int, ...]": "token ids separated by commas",

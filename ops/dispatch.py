@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from unisono.ops import attention, exactness, linear
-from unisono.ops.reference import activation, embedding, norm, rotary, sampling
+from unisono.ops.reference import activation, embedding, filters, gumbel, norm, rotary, sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,8 @@ class Ops:
     paged_attention: Callable[..., Tensor]
     argmax_keys: Callable[[Tensor, int, int], Tensor]
     unpack_keys: Callable[[Tensor], tuple[Tensor, Tensor]]
+    add_noise: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    filter_logits: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 _overrides: ContextVar[dict[str, Any]] = ContextVar("op overrides", default={})  # noqa: B039
@@ -60,6 +62,8 @@ def resolve(device: torch.device, head_dim: int) -> Ops:
         ),
         argmax_keys=sampling.argmax_keys,
         unpack_keys=sampling.unpack_keys,
+        add_noise=gumbel.add_noise,
+        filter_logits=filters.filter_logits,
     )
     return replace(ops, **_overrides.get())
 

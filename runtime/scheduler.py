@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from unisono.runtime.block_ledger import BlockLedger
 from unisono.runtime.protocol import RequestRejected
 from unisono.runtime.request import Request, blocks_for
+from unisono.runtime.sampling_wire import open_sampling
 from unisono.runtime.stopping import finish_reason
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.protocol import Phase, Rows, StepPlan, int32s
@@ -122,6 +123,7 @@ class Scheduler:
             open_slot=int32s(request.slot for request in opened),
             open_length=int32s(request.num_prompt_tokens for request in opened),
             open_tokens=open_tokens,
+            open_sampling=open_sampling(opened),
             block_slot=block_slot,
             block_id=block_id,
         )

@@ -28,9 +28,12 @@ from unisono.ops.exactness import attention_threads
 from unisono.ops.linear import SMALL_HEIGHTS, ExactLinear, pack_linear, plain_product
 from unisono.ops.reference.activation import silu_and_mul
 from unisono.ops.reference.embedding import embed_shard
+from unisono.ops.reference.filters import filter_logits
+from unisono.ops.reference.gumbel import add_noise
 from unisono.ops.reference.norm import rms_norm
 from unisono.ops.reference.rotary import apply_rope
 from unisono.ops.reference.sampling import argmax_keys
+from unisono.runtime.protocol import SamplingParams
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
@@ -147,6 +150,27 @@ def test_embedding_and_argmax() -> None:
     rows_keep_their_bits("embedding", lambda x: embed_shard(x, table, 10), ids)
     logits = torch.randn(80, 1003)
     rows_keep_their_bits("argmax", lambda x: argmax_keys(x, 64, 2000), logits)
+
+
+@pytest.mark.parametrize("width", [1, 3, 199, 1003, 40000])
+def test_noise_and_filters(width: int) -> None:
+    """Noise and what may be drawn depend on the row alone: logarithm and exponential keep bits."""
+    count = 24
+    logits = 3 * torch.randn(count, width)
+    temperature = torch.rand(count, dtype=torch.float64) + 0.1
+    seeds = torch.randint(2**62, (count,))
+    positions = torch.randint(5000, (count,))
+    top_k = torch.randint(0, 50, (count,))
+    top_p, min_p = torch.rand(count, dtype=torch.float64), torch.rand(count).double() / 20
+
+    def noise(rows: Tensor) -> Tensor:
+        return add_noise(logits[rows], temperature[rows], seeds[rows], positions[rows], 64)
+
+    def filtered(rows: Tensor) -> Tensor:
+        return filter_logits(logits[rows], temperature[rows], top_k[rows], top_p[rows], min_p[rows])
+
+    rows_keep_their_bits("noise", noise, torch.arange(count))
+    rows_keep_their_bits("filters", filtered, torch.arange(count))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -284,3 +308,55 @@ def test_scratch_never_reaches_a_live_row(checkpoint: Path) -> None:
         layer.v[0].fill_(float("nan"))
     for got, want in zip(engine.generate(prompts, max_tokens=8), before, strict=True):
         assert_same_bits("logits", torch.stack(got.logits), torch.stack(want.logits))
+
+
+def test_seeded_answers_alone_and_in_company(tmp_path: Path) -> None:
+    """A seeded request answers the same alone, beside any others, in any row, on 1 to 3 ranks."""
+    write_checkpoint("llama", tmp_path)
+    prompts = [random_ids(count, seed=count) for count in (1, 5, 12, 64, 70)] * 2
+    seeded = [
+        SamplingParams(temperature=1.0, seed=42),
+        SamplingParams(temperature=0.7, top_k=20, seed=42),
+        SamplingParams(temperature=1.5, top_p=0.8, seed=0),
+        SamplingParams(temperature=1.2, min_p=0.05, seed=2**63 - 1),
+        SamplingParams(temperature=2.0, top_k=50, top_p=0.9, min_p=0.01, seed=7),
+    ]
+    others = [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(), *seeded[1:3]]
+    params = [*seeded, *others]
+    engine = LocalEngine(tmp_path)
+    solo = [
+        engine.generate([prompt], max_tokens=8, params=[choice])[0].token_ids
+        for prompt, choice in zip(prompts, params, strict=True)
+    ]
+    assert (
+        solo[6] != engine.generate([prompts[6]], max_tokens=8, params=[params[6]])[0].token_ids
+    ), "unseeded"
+    for tp in (1, 2, 3):
+        crowded = LocalEngine(tmp_path, tp=tp, max_step_tokens=64, max_requests=5)
+        order = random.sample(range(len(prompts)), len(prompts))
+        answers = crowded.generate(
+            [prompts[i] for i in order],
+            max_tokens=8,
+            params=[params[i] for i in order],
+            arrivals=[random.randint(0, 6) for _ in order],
+        )
+        for i, answer in zip(order, answers, strict=True):
+            if params[i].temperature == 0 or params[i].seed is not None:
+                assert answer.token_ids == solo[i], (tp, order, i)
+
+
+def test_prompts_that_share_a_seed_share_no_noise(tmp_path: Path) -> None:
+    """With logits all but equal (a high temperature) the answers of two prompts are unrelated."""
+    write_checkpoint("llama", tmp_path)
+    engine = LocalEngine(tmp_path)
+    params = SamplingParams(temperature=100.0, seed=3)
+    first, again, other = (
+        answer.token_ids
+        for answer in engine.generate(
+            [random_ids(9, seed=1), random_ids(9, seed=1), random_ids(9, seed=2)],
+            max_tokens=24,
+            params=[params] * 3,
+        )
+    )
+    assert first == again
+    assert sum(a == b for a, b in zip(first, other, strict=True)) <= 3

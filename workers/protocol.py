@@ -5,7 +5,9 @@ Arrays travel as raw little-endian frames (`array` fields), everything else as m
 
 from __future__ import annotations
 
+import struct
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -19,6 +21,54 @@ class Phase(IntEnum):
     """The last tokens of a prompt: one token is sampled."""
     DECODE = 2
     """The newest token of an answer: one token is sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotSampling:
+    """How the tokens of one slot are chosen. Temperature 0: greedy, and nothing else matters."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    """0: off."""
+    seed: int = 0
+    """0 to 2^63 - 1."""
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+_SAMPLING = struct.Struct("<dddqq")
+"""A SlotSampling as five 64-bit numbers, in the order of its fields."""
+
+
+def pack_sampling(slots: Iterable[SlotSampling]) -> array[int]:
+    """Return the raw form of `slots`, for `StepPlan.open_sampling`."""
+    raw = b"".join(
+        _SAMPLING.pack(slot.temperature, slot.top_p, slot.min_p, slot.top_k, slot.seed)
+        for slot in slots
+    )
+    return array("q", struct.unpack(f"<{len(raw) // 8}q", raw))
+
+
+def unpack_sampling(packed: array[int]) -> list[SlotSampling]:
+    """The slots that `pack_sampling` packed."""
+    raw = struct.pack(f"<{len(packed)}q", *packed)
+    return [
+        SlotSampling(temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, seed=seed)
+        for temperature, top_p, min_p, top_k, seed in _SAMPLING.iter_unpack(raw)
+    ]
+
+
+def int64s() -> array[int]:
+    """An empty int64 array."""
+    return array("q")
 
 
 def int32s(values: object = ()) -> array[int]:
@@ -49,6 +99,7 @@ class StepPlan:
     Opened slots: `open_slot[i]` receives `open_length[i]` prompt tokens, concatenated in
     `open_tokens`. Blocks: `block_id[i]` becomes the next block of slot `block_slot[i]`. An opened
     slot starts with no blocks, so re-opening a slot is what frees it on the worker.
+    `open_sampling` holds `pack_sampling` of the opened slots; empty, they are all greedy.
     """
 
     step: int
@@ -56,6 +107,7 @@ class StepPlan:
     open_slot: array[int] = field(default_factory=int32s)
     open_length: array[int] = field(default_factory=int32s)
     open_tokens: array[int] = field(default_factory=int32s)
+    open_sampling: array[int] = field(default_factory=int64s)
     block_slot: array[int] = field(default_factory=int32s)
     block_id: array[int] = field(default_factory=int32s)
 
