@@ -48,6 +48,11 @@ SAMPLING_OPTIONS = (
     "top_p",
     "min_p",
     "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
 )
 
 _CHOICES = {"dtype": DTYPES, "device": DEVICES, "log_level": LOG_LEVELS}
@@ -64,16 +69,31 @@ _LEAST = {
     "top_k": 0,
     "min_p": 0,
     "seed": 0,
+    "presence_penalty": -2,
+    "frequency_penalty": -2,
+    "min_tokens": 0,
 }
-_ABOVE = {"top_p": 0}
-_MOST = {"temperature": 100, "top_p": 1, "min_p": 1, "top_k": 2**31 - 1, "seed": 2**63 - 1}
+_ABOVE = {"top_p": 0, "repetition_penalty": 0}
+_MOST = {
+    "temperature": 100,
+    "top_p": 1,
+    "min_p": 1,
+    "top_k": 2**31 - 1,
+    "seed": 2**63 - 1,
+    "repetition_penalty": 100,
+    "presence_penalty": 2,
+    "frequency_penalty": 2,
+}
+_BIAS_LIMIT = 100
 _ZERO_IS_AUTO = ("max_model_len",)
+_PAIRS = "tuple[tuple[int, float], ...]"
 _METAVARS = {
     "int": "N",
     "int | None": "N",
     "float": "X",
     "str": "TEXT",
     "tuple[int, ...]": "ID,ID,...",
+    _PAIRS: "ID:X,ID:X,...",
 }
 
 Command = Callable[..., Any]
@@ -85,7 +105,7 @@ class OptionSpec:
 
     name: str
     kind: str
-    """The field's annotation: int, int | None, float, str, bool or tuple[int, ...]."""
+    """The field's annotation: int, int | None, float, str, bool, tuple[int, ...] or pairs."""
     default: Any
     help: str
     choices: tuple[str, ...] = ()
@@ -193,19 +213,39 @@ def make_launch_config(
 def make_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
     """Build `SamplingParams` from the given option values. Raises ConfigError."""
     _check_all(values, SAMPLING_OPTIONS)
-    return SamplingParams(**values)
+    params = SamplingParams(**values)
+    _check_combination(params)
+    return params
 
 
 def check_sampling_params(params: SamplingParams, model: ModelConfig) -> None:
     """Raise ConfigError if `params` is not legal, by itself or for this model."""
     for field in dataclasses.fields(params):
         option_spec(field.name).check(getattr(params, field.name))
-    for token in params.stop_token_ids:
-        if not 0 <= token < model.vocab_size:
-            raise ConfigError(
-                f"{option_spec('stop_token_ids').flag} {token}: "
-                f"the model's token ids run from 0 to {model.vocab_size - 1}"
-            )
+    _check_combination(params)
+    bias_ids = [token for token, _ in params.logit_bias]
+    for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", bias_ids)):
+        for token in tokens:
+            if not 0 <= token < model.vocab_size:
+                raise ConfigError(
+                    f"{option_spec(name).flag} {token}: "
+                    f"the model's token ids run from 0 to {model.vocab_size - 1}"
+                )
+
+
+def _check_combination(params: SamplingParams) -> None:
+    if params.min_tokens > params.max_tokens:
+        raise ConfigError(
+            f"{option_spec('min_tokens').flag} {params.min_tokens}: "
+            f"must be at most max_tokens, {params.max_tokens}"
+        )
+    flag, seen = option_spec("logit_bias").flag, set()
+    for token, bias in params.logit_bias:
+        if not -_BIAS_LIMIT <= bias <= _BIAS_LIMIT:
+            raise ConfigError(f"{flag} {token}:{bias}: a bias is -{_BIAS_LIMIT} to {_BIAS_LIMIT}")
+        if token in seen:
+            raise ConfigError(f"{flag} {token}:{bias}: each token id may stand once")
+        seen.add(token)
 
 
 def _check_all(values: Mapping[str, Any], legal: tuple[str, ...]) -> None:
@@ -286,17 +326,29 @@ def _int_tuple(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def _pairs(text: str) -> tuple[tuple[int, float], ...]:
+    pairs = [part.split(":") for part in text.split(",")]
+    return tuple((int(token), float(value)) for token, value in pairs)
+
+
 _CONVERTERS: dict[str, Callable[[str], Any]] = {
     "int": int,
     "int | None": int,
     "float": float,
     "str": str,
     "tuple[int, ...]": _int_tuple,
+    _PAIRS: _pairs,
 }
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_pair(value: object) -> bool:
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return _has_kind(value[0], "int") and _has_kind(value[1], "float")
 
 
 def _has_kind(value: object, kind: str) -> bool:
@@ -313,6 +365,8 @@ def _has_kind(value: object, kind: str) -> bool:
             return isinstance(value, bool)
         case "tuple[int, ...]":
             return isinstance(value, tuple) and all(map(_is_int, value))
+        case "tuple[tuple[int, float], ...]":
+            return isinstance(value, tuple) and all(map(_is_pair, value))
     raise AssertionError(f"no option can have the type {kind}")
 
 
@@ -324,6 +378,7 @@ def _describe_kind(kind: str) -> str:
         "str": "text",
         "bool": "True or False",
         "tuple[int, ...]": "token ids separated by commas",
+        _PAIRS: "pairs of a token id and a number",
     }
     return names[kind]
 

@@ -123,7 +123,7 @@ class Scheduler:
             open_slot=int32s(request.slot for request in opened),
             open_length=int32s(request.num_prompt_tokens for request in opened),
             open_tokens=open_tokens,
-            open_sampling=open_sampling(opened),
+            open_sampling=open_sampling(opened, self._eos_token_ids),
             block_slot=block_slot,
             block_id=block_id,
         )

@@ -46,6 +46,7 @@ class ModelRunner:
         sampling = self._slots.sampling.rows(
             [s for s, p in zip(plan.rows.slot, plan.rows.phase, strict=True) if p != Phase.CHUNK],
             inputs.sample_positions,
+            self._slots.token_ids,
         )
         tokens: list[int] = self._graphs.run(
             "tail", key, lambda: self._tail(hidden, inputs, sampling)

@@ -24,7 +24,7 @@ class Sampler:
         self._num_ids = min(num_token_ids or vocab_size, vocab_size)
 
     def sample(self, logits: Tensor, rows: SamplingRows | None = None) -> Tensor:
-        """logits [S, this rank's rows] fp32 -> token ids [S] int64. `rows` None: all are greedy.
+        """logits [S, this rank's rows] fp32 -> token ids [S] int64. `rows` None: all are plain.
 
         Raises FloatingPointError if a row's logits hold a NaN on any rank.
         """
@@ -39,6 +39,7 @@ class Sampler:
         return self._ops.argmax_keys(logits, self._first_id, self._num_ids)
 
     def _drawn_keys(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        logits = self._adjusted(logits, rows)
         scores = logits
         if len(rows.whole):
             noisy = self._noisy(logits[rows.whole], rows, rows.whole, self._first_id)
@@ -48,6 +49,26 @@ class Sampler:
             # Every rank sees these rows whole, so all of them offer the same key.
             keys = keys.index_copy(0, rows.filtered, self._filtered_keys(logits, rows))
         return keys
+
+    def _adjusted(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        if len(at := rows.penalized):
+            penalized = self._ops.penalize(
+                logits[at],
+                rows.history,
+                rows.num_prompt[at],
+                rows.positions[at],
+                rows.repetition[at],
+                rows.presence[at],
+                rows.frequency[at],
+                self._first_id,
+            )
+            logits = logits.index_copy(0, at, penalized)
+        if len(at := rows.biased):
+            biased = self._ops.add_bias(
+                logits[at], rows.bias_rows, rows.bias_ids, rows.bias, self._first_id
+            )
+            logits = logits.index_copy(0, at, biased)
+        return logits
 
     def _filtered_keys(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         at = rows.filtered

@@ -45,6 +45,11 @@ OTHER_VALUES = {
     "top_p": ("0.9", 0.9),
     "min_p": ("0.05", 0.05),
     "seed": ("9223372036854775807", 2**63 - 1),
+    "repetition_penalty": ("1.1", 1.1),
+    "presence_penalty": ("-2", -2.0),
+    "frequency_penalty": ("0.5", 0.5),
+    "logit_bias": ("5:-100,7:2.5", ((5, -100.0), (7, 2.5))),
+    "min_tokens": ("3", 3),
 }
 """For each option: text that differs from its default, and the value it stands for."""
 
@@ -152,6 +157,12 @@ def test_help_shows_text_choices_and_default():
         (["--seed", "-1"], "--seed -1: must be at least 0 and at most 9223372036854775807"),
         (["--seed", str(2**63)], f"--seed {2**63}: must be at least 0 and at most"),
         (["--seed", "x"], "--seed x: expected a whole number"),
+        (["--repetition-penalty", "0"], "--repetition-penalty 0.0: must be above 0 and at most"),
+        (["--presence-penalty", "3"], "--presence-penalty 3.0: must be at least -2 and at most 2"),
+        (["--frequency-penalty", "x"], "--frequency-penalty x: expected a number"),
+        (["--logit-bias", "5"], "--logit-bias 5: expected pairs of a token id and a number"),
+        (["--logit-bias", "5:nan"], "--logit-bias ((5, nan),): expected pairs of a token id"),
+        (["--min-tokens", "-1"], "--min-tokens -1: must be at least 0"),
         (["--stop-token-ids", "1,x"], "--stop-token-ids 1,x: expected token ids separated by"),
         (["--stop-token-ids", ""], "--stop-token-ids : expected token ids separated by commas"),
     ],
@@ -195,6 +206,11 @@ def test_a_script_gets_the_same_checks(values, message):
         (SamplingParams(stop_token_ids=(300,)), "--stop-token-ids 300: the model's token ids run"),
         (SamplingParams(stop_token_ids=(-1,)), "--stop-token-ids -1: the model's token ids run"),
         (SamplingParams(top_p=0), "--top-p 0: must be above 0 and at most 1"),
+        (SamplingParams(logit_bias=((300, 1.0),)), "--logit-bias 300: the model's token ids run"),
+        (SamplingParams(logit_bias=((3, 101),)), "--logit-bias 3:101: a bias is -100 to 100"),
+        (SamplingParams(logit_bias=((3, 1), (3, 2))), "--logit-bias 3:2: each token id may stand"),
+        (SamplingParams(logit_bias={3: 1}), "--logit-bias {3: 1}: expected pairs of a token id"),  # type: ignore[arg-type]
+        (SamplingParams(min_tokens=9, max_tokens=8), "--min-tokens 9: must be at most max_tokens"),
         (SamplingParams(seed=2**63), f"--seed {2**63}: must be at least 0 and at most"),
         (SamplingParams(ignore_eos="yes"), "--ignore-eos 'yes': expected True or False"),  # type: ignore[arg-type]
     ],

@@ -25,8 +25,22 @@ KINDS = [
     SlotSampling(temperature=1.3, top_p=0.7, seed=3),
     SlotSampling(temperature=2.0, min_p=0.1, seed=4),
     SlotSampling(temperature=5.0, top_k=90, top_p=0.95, min_p=0.01, seed=2**63 - 1),
+    SlotSampling(repetition_penalty=1.7, frequency_penalty=0.5, num_prompt_tokens=20),
+    SlotSampling(bias=((7, -100.0), (280, 9.5)), num_prompt_tokens=20),
+    SlotSampling(
+        temperature=1.5,
+        top_k=40,
+        seed=9,
+        presence_penalty=2.0,
+        bias=((3, 4.0), (5, 2.0)),
+        num_prompt_tokens=20,
+        min_tokens=400,
+        late_ids=(5, 100, 289),
+    ),
 ]
+HISTORY = 900
 NUM_IDS = 290
+TOKEN_IDS = torch.arange((len(KINDS) + 1) * HISTORY).reshape(-1, HISTORY) * 7919 % NUM_IDS
 
 
 def sample(logits: Tensor, slots: list[int], positions: Tensor, ranks: int) -> list[int]:
@@ -40,7 +54,7 @@ def sample(logits: Tensor, slots: list[int], positions: Tensor, ranks: int) -> l
             state.open(slot, kind)
         first, stop = partition.vocab.ranges[group.rank]
         sampler = Sampler(ops, group, partition, NUM_IDS)
-        rows = state.rows(slots, positions)
+        rows = state.rows(slots, positions, TOKEN_IDS)
         return sampler.sample(logits[:, first:stop].contiguous(), rows).tolist()
 
     answers = run_ranks(ranks, body)
@@ -48,7 +62,7 @@ def sample(logits: Tensor, slots: list[int], positions: Tensor, ranks: int) -> l
     return answers[0]
 
 
-def many_rows(count: int = 120) -> tuple[Tensor, list[int], Tensor]:
+def many_rows(count: int = 144) -> tuple[Tensor, list[int], Tensor]:
     logits = 2 * torch.randn(count, tiny_model().vocab_size)
     logits[:, NUM_IDS:] += 50  # unknown to the tokenizer
     return logits, [1 + row % len(KINDS) for row in range(count)], torch.randint(900, (count,))
@@ -75,16 +89,18 @@ def test_greedy_rows_take_the_likeliest_and_drawn_rows_do_not_always() -> None:
     same = [token == top for token, top in zip(tokens, best, strict=True)]
     for slot in range(1, len(KINDS) + 1):
         hits = [hit for hit, at in zip(same, slots, strict=True) if at == slot]
-        assert all(hits) == (slot == 1)
+        assert all(hits) == KINDS[slot - 1].is_plain
 
 
 def test_only_greedy_rows_run_the_plain_path() -> None:
     state = SamplingState(3, CPU)
     state.open(2, KINDS[1])
-    assert state.rows([1, 3], torch.tensor([4, 4])) is None
-    assert state.rows([1, 2], torch.tensor([4, 4])) is not None
+    assert state.rows([1, 3], torch.tensor([4, 4]), TOKEN_IDS) is None
+    assert state.rows([1, 2], torch.tensor([4, 4]), TOKEN_IDS) is not None
     state.open(2, SlotSampling())
-    assert state.rows([1, 2], torch.tensor([4, 4])) is None, "a new request forgets the former"
+    assert state.rows([1, 2], torch.tensor([4, 4]), TOKEN_IDS) is None, (
+        "a new request forgets the former"
+    )
 
 
 @pytest.mark.parametrize("slot", [1, 2, 3], ids=lambda slot: f"kind {slot}")
