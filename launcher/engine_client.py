@@ -32,6 +32,7 @@ from unisono.runtime.protocol import (
     Submit,
     WorkerLost,
 )
+from unisono.runtime.sampling_wire import with_seed
 from unisono.workers.channel import CurveKeys, Peer, ProtocolError
 from unisono.workers.protocol import int32s
 
@@ -116,7 +117,7 @@ class Engine:
             raise RequestRejected(f"prompt token ids are 32-bit whole numbers: {error}") from None
         request_id = self._next_id
         self._next_id += 1
-        self._send(Submit(request_id=request_id, prompt_ids=prompt, params=params))
+        self._send(Submit(request_id=request_id, prompt_ids=prompt, params=with_seed(params)))
         return request_id
 
     def abort(self, request_id: int) -> None:

@@ -40,7 +40,21 @@ LAUNCH_OPTIONS = (
     "stop_grace_s",
 )
 """Fields of the three nested configs; `LLM` and `unisono generate` take all of them."""
-SAMPLING_OPTIONS = ("max_tokens", "ignore_eos", "stop_token_ids")
+SAMPLING_OPTIONS = (
+    "max_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+)
 
 _CHOICES = {"dtype": DTYPES, "device": DEVICES, "log_level": LOG_LEVELS}
 _LEAST = {
@@ -52,9 +66,36 @@ _LEAST = {
     "kv_tokens": 0,
     "start_timeout_s": 1,
     "stop_grace_s": 0,
+    "temperature": 0,
+    "top_k": 0,
+    "min_p": 0,
+    "seed": 0,
+    "presence_penalty": -2,
+    "frequency_penalty": -2,
+    "min_tokens": 0,
 }
+_ABOVE = {"top_p": 0, "repetition_penalty": 0}
+_MOST = {
+    "temperature": 100,
+    "top_p": 1,
+    "min_p": 1,
+    "top_k": 2**31 - 1,
+    "seed": 2**63 - 1,
+    "repetition_penalty": 100,
+    "presence_penalty": 2,
+    "frequency_penalty": 2,
+}
+_BIAS_LIMIT = 100
 _ZERO_IS_AUTO = ("max_model_len",)
-_METAVARS = {"int": "N", "float": "SECONDS", "str": "TEXT", "tuple[int, ...]": "ID,ID,..."}
+_PAIRS = "tuple[tuple[int, float], ...]"
+_METAVARS = {
+    "int": "N",
+    "int | None": "N",
+    "float": "X",
+    "str": "TEXT",
+    "tuple[int, ...]": "ID,ID,...",
+    _PAIRS: "ID:X,ID:X,...",
+}
 
 Command = Callable[..., Any]
 
@@ -65,11 +106,14 @@ class OptionSpec:
 
     name: str
     kind: str
-    """The field's annotation: int, float, str, bool or tuple[int, ...]."""
+    """The field's annotation: int, int | None, float, str, bool, tuple[int, ...] or pairs."""
     default: Any
     help: str
     choices: tuple[str, ...] = ()
     least: int | None = None
+    above: int | None = None
+    """A bound that is not legal itself."""
+    most: int | None = None
     zero_is_auto: bool = False
 
     @property
@@ -79,23 +123,55 @@ class OptionSpec:
     def check(self, value: object) -> None:
         """Raise ConfigError, one line, if `value` is not legal by itself."""
         if not _has_kind(value, self.kind):
-            raise ConfigError(f"{self.flag} {value!r}: expected {_describe_kind(self.kind)}")
+            raise ConfigError(f"{self.flag} {value!r}: expected {self._expected}")
         if self.choices and value not in self.choices:
             raise ConfigError(f"{self.flag} {value}: choose {_either(self.choices)}")
-        if self.least is None or (self.zero_is_auto and value == 0):
-            return
-        if value < self.least:  # type: ignore[operator]
-            zero = "0 (automatic) or " if self.zero_is_auto else ""
-            raise ConfigError(f"{self.flag} {value}: must be {zero}at least {self.least}")
+        if value is not None and not self._is_inside(value):
+            raise ConfigError(f"{self.flag} {value}: must be {self._range}")
 
     def parse(self, text: str) -> Any:
         """Turn the text of a command line into a legal value, or raise ConfigError."""
         try:
             value = _CONVERTERS[self.kind](text)
         except ValueError:
-            raise ConfigError(f"{self.flag} {text}: expected {_describe_kind(self.kind)}") from None
+            raise ConfigError(f"{self.flag} {text}: expected {self._expected}") from None
         self.check(value)
         return value
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in the help."""
+        if self.choices:
+            return f"[{'|'.join(self.choices)}]"
+        return "SECONDS" if self._is_time else _METAVARS[self.kind]
+
+    @property
+    def _is_time(self) -> bool:
+        return self.name.endswith("_s")
+
+    @property
+    def _expected(self) -> str:
+        return "a number of seconds" if self._is_time else _describe_kind(self.kind)
+
+    @property
+    def _range(self) -> str:
+        parts = ["0 (automatic) or"] if self.zero_is_auto else []
+        if self.least is not None:
+            parts.append(f"at least {self.least}")
+        if self.above is not None:
+            parts.append(f"above {self.above}")
+        if self.most is not None:
+            parts.append(f"and at most {self.most}")
+        return " ".join(parts)
+
+    def _is_inside(self, value: Any) -> bool:
+        if self.zero_is_auto and value == 0:
+            return True
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+        )
 
 
 def option_spec(name: str) -> OptionSpec:
@@ -138,19 +214,39 @@ def make_launch_config(
 def make_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
     """Build `SamplingParams` from the given option values. Raises ConfigError."""
     _check_all(values, SAMPLING_OPTIONS)
-    return SamplingParams(**values)
+    params = SamplingParams(**values)
+    _check_combination(params)
+    return params
 
 
 def check_sampling_params(params: SamplingParams, model: ModelConfig) -> None:
     """Raise ConfigError if `params` is not legal, by itself or for this model."""
     for field in dataclasses.fields(params):
         option_spec(field.name).check(getattr(params, field.name))
-    for token in params.stop_token_ids:
-        if not 0 <= token < model.vocab_size:
-            raise ConfigError(
-                f"{option_spec('stop_token_ids').flag} {token}: "
-                f"the model's token ids run from 0 to {model.vocab_size - 1}"
-            )
+    _check_combination(params)
+    bias_ids = [token for token, _ in params.logit_bias]
+    for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", bias_ids)):
+        for token in tokens:
+            if not 0 <= token < model.vocab_size:
+                raise ConfigError(
+                    f"{option_spec(name).flag} {token}: "
+                    f"the model's token ids run from 0 to {model.vocab_size - 1}"
+                )
+
+
+def _check_combination(params: SamplingParams) -> None:
+    if params.min_tokens > params.max_tokens:
+        raise ConfigError(
+            f"{option_spec('min_tokens').flag} {params.min_tokens}: "
+            f"must be at most max_tokens, {params.max_tokens}"
+        )
+    flag, seen = option_spec("logit_bias").flag, set()
+    for token, bias in params.logit_bias:
+        if not -_BIAS_LIMIT <= bias <= _BIAS_LIMIT:
+            raise ConfigError(f"{flag} {token}:{bias}: a bias is -{_BIAS_LIMIT} to {_BIAS_LIMIT}")
+        if token in seen:
+            raise ConfigError(f"{flag} {token}:{bias}: each token id may stand once")
+        seen.add(token)
 
 
 def _check_all(values: Mapping[str, Any], legal: tuple[str, ...]) -> None:
@@ -175,6 +271,8 @@ def _all_specs() -> dict[str, OptionSpec]:
             help=_field_docs(owner).get(field.name, ""),
             choices=_CHOICES.get(field.name, ()),
             least=_LEAST.get(field.name),
+            above=_ABOVE.get(field.name),
+            most=_MOST.get(field.name),
             zero_is_auto=field.name in _ZERO_IS_AUTO,
         )
         for owner in (LaunchConfig, RuntimeConfig, WorkerConfig, SamplingParams)
@@ -206,11 +304,10 @@ def _field_docs(owner: type) -> dict[str, str]:
 def _click_option(spec: OptionSpec) -> Callable[[Command], Command]:
     if spec.kind == "bool":
         return click.option(spec.flag, spec.name, is_flag=True, default=None, help=spec.help)
-    metavar = f"[{'|'.join(spec.choices)}]" if spec.choices else _METAVARS[spec.kind]
     shown = ",".join(map(str, spec.default)) if isinstance(spec.default, tuple) else spec.default
-    text = spec.help if shown == "" else f"{spec.help}  [default: {shown}]"
+    text = spec.help if shown in ("", None) else f"{spec.help}  [default: {shown}]"
     return click.option(
-        spec.flag, spec.name, type=_ConfigValue(spec), default=None, metavar=metavar, help=text
+        spec.flag, spec.name, type=_ConfigValue(spec), default=None, metavar=spec.metavar, help=text
     )
 
 
@@ -230,11 +327,18 @@ def _int_tuple(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def _pairs(text: str) -> tuple[tuple[int, float], ...]:
+    pairs = [part.split(":") for part in text.split(",")]
+    return tuple((int(token), float(value)) for token, value in pairs)
+
+
 _CONVERTERS: dict[str, Callable[[str], Any]] = {
     "int": int,
+    "int | None": int,
     "float": float,
     "str": str,
     "tuple[int, ...]": _int_tuple,
+    _PAIRS: _pairs,
 }
 
 
@@ -242,10 +346,18 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_pair(value: object) -> bool:
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return _has_kind(value[0], "int") and _has_kind(value[1], "float")
+
+
 def _has_kind(value: object, kind: str) -> bool:
     match kind:
         case "int":
             return _is_int(value)
+        case "int | None":
+            return value is None or _is_int(value)
         case "float":
             return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
         case "str":
@@ -254,16 +366,20 @@ def _has_kind(value: object, kind: str) -> bool:
             return isinstance(value, bool)
         case "tuple[int, ...]":
             return isinstance(value, tuple) and all(map(_is_int, value))
+        case "tuple[tuple[int, float], ...]":
+            return isinstance(value, tuple) and all(map(_is_pair, value))
     raise AssertionError(f"no option can have the type {kind}")
 
 
 def _describe_kind(kind: str) -> str:
     names = {
         "int": "a whole number",
-        "float": "a number of seconds",
+        "int | None": "a whole number",
+        "float": "a number",
         "str": "text",
         "bool": "True or False",
         "tuple[int, ...]": "token ids separated by commas",
+        _PAIRS: "pairs of a token id and a number",
     }
     return names[kind]
 

@@ -7,14 +7,14 @@ nothing asks a global for its rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 _DIGEST_MASK = (1 << 62) - 1
-_KIND = {"all_reduce": 1, "max": 2}
+_KIND = {"all_reduce": 1, "max": 2, "gather": 3}
 
 
 class PeerLost(RuntimeError):
@@ -56,6 +56,20 @@ class Group:
         if self.size == 1:
             return x
         return torch.stack(self._gather(x)).amax(0)
+
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """Return the columns of all ranks side by side, [rows, sum of widths].
+
+        x [rows, widths[rank]], with the same rows on every rank.
+        """
+        widest = max(widths)
+        self._note("gather", x.shape[0] * widest)
+        if self.size == 1:
+            return x
+        padded = x.new_zeros((x.shape[0], widest))
+        padded[:, : x.shape[1]] = x
+        parts = self._gather(padded)
+        return torch.cat([p[:, :w] for p, w in zip(parts, widths, strict=True)], dim=1)
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.size)]

@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from unisono.ops import attention, exactness, linear
-from unisono.ops.reference import activation, embedding, norm, rotary, sampling
+from unisono.ops.reference import (
+    activation,
+    embedding,
+    filters,
+    gumbel,
+    norm,
+    penalties,
+    rotary,
+    sampling,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +44,10 @@ class Ops:
     paged_attention: Callable[..., Tensor]
     argmax_keys: Callable[[Tensor, int, int], Tensor]
     unpack_keys: Callable[[Tensor], tuple[Tensor, Tensor]]
+    add_noise: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    filter_logits: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    penalize: Callable[..., Tensor]
+    add_bias: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
 _overrides: ContextVar[dict[str, Any]] = ContextVar("op overrides", default={})  # noqa: B039
@@ -60,6 +73,10 @@ def resolve(device: torch.device, head_dim: int) -> Ops:
         ),
         argmax_keys=sampling.argmax_keys,
         unpack_keys=sampling.unpack_keys,
+        add_noise=gumbel.add_noise,
+        filter_logits=filters.filter_logits,
+        penalize=penalties.penalize,
+        add_bias=penalties.add_bias,
     )
     return replace(ops, **_overrides.get())
 

@@ -55,7 +55,13 @@ class WorkerLost(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How an answer is chosen and where it ends. Greedy: the likeliest token, lowest id on ties."""
+    """How an answer is chosen and where it ends.
+
+    Temperature 0 is greedy: the likeliest token, the lowest id on ties. Above 0 each token is
+    drawn from softmax(logits / temperature), after top-k, top-p and min-p in this order. What is
+    drawn depends on seed, prompt and position alone. Penalties, then biases, change the logits
+    before all that, for greedy answers too.
+    """
 
     max_tokens: int = 256
     """Most tokens of one answer."""
@@ -63,6 +69,26 @@ class SamplingParams:
     """Go on past the model's end-of-text tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Further token ids that end an answer, like the model's own."""
+    temperature: float = 0.0
+    """Divides the logits before a token is drawn; 0 takes the likeliest token, always."""
+    top_k: int = 0
+    """Draw from this many likeliest tokens only; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the fewest likeliest tokens whose probabilities sum up to this."""
+    min_p: float = 0.0
+    """Draw only tokens that are at least this many times as likely as the likeliest."""
+    seed: int | None = None
+    """Same seed, prompt and options: same answer. Unset: every answer has its own."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens in prompt or answer and multiplies negative ones."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the answer has."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token as often as the answer has it."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits."""
+    min_tokens: int = 0
+    """No end-of-text token and no stop id comes before the answer has this many tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,13 @@ from __future__ import annotations
 from array import array
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from unisono.runtime.block_ledger import BlockLedger
 from unisono.runtime.protocol import RequestRejected
 from unisono.runtime.request import Request, blocks_for
+from unisono.runtime.sampling_wire import open_sampling
 from unisono.runtime.stopping import finish_reason
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.protocol import Phase, Rows, StepPlan, int32s
@@ -133,7 +134,10 @@ class Scheduler:
             self._in_flight.append(request)
         self._rows = rows
         return StepPlan(
-            step=self._step, rows=rows, **_open_arrays(opened), **_block_arrays(self._running)
+            step=self._step,
+            rows=rows,
+            **_open_arrays(opened, self._eos_token_ids),
+            **_block_arrays(self._running),
         )
 
     def apply(self, tokens: Sequence[int]) -> list[NewToken]:
@@ -296,7 +300,9 @@ def _prompt_row(request: Request, budget: int) -> tuple[int, Phase]:
     return max(end - request.num_computed, 0), Phase.CHUNK
 
 
-def _open_arrays(opened: Sequence[Request]) -> dict[str, array[int]]:
+def _open_arrays(
+    opened: Sequence[Request], eos_token_ids: Collection[int]
+) -> dict[str, array[int]]:
     """What a plan says of the slots it opens: all tokens so far, and how many blocks are shared."""
     tokens = int32s()
     for request in opened:
@@ -305,6 +311,7 @@ def _open_arrays(opened: Sequence[Request]) -> dict[str, array[int]]:
         "open_slot": int32s(request.slot for request in opened),
         "open_length": int32s(request.num_given for request in opened),
         "open_tokens": tokens,
+        "open_sampling": open_sampling(opened, eos_token_ids),
         "num_shared": int32s(request.num_published for request in opened),
     }
 

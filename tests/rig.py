@@ -28,6 +28,7 @@ from unisono.ops.attention import AttentionShape
 from unisono.ops.comm import Group
 from unisono.runtime.protocol import SamplingParams
 from unisono.runtime.request import Request
+from unisono.runtime.sampling_wire import with_seed
 from unisono.runtime.scheduler import Scheduler
 from unisono.workers.batch_builder import BatchBuilder
 from unisono.workers.device import torch_dtype
@@ -142,12 +143,16 @@ class LocalEngine:
         arrivals: Sequence[int] = (),
         eos_token_ids: Sequence[int] = (),
         before_step: Callable[[int], None] = lambda step: None,
+        params: Sequence[SamplingParams] = (),
     ) -> list[Answer]:
-        """Answer greedily; request i arrives before step arrivals[i] (default: at once)."""
+        """Answer greedily, or request i by params[i], where max_tokens is the argument's.
+
+        Request i arrives before step arrivals[i] (default: at once).
+        """
         scheduler = Scheduler(eos_token_ids=eos_token_ids, **self._scheduling)
         answers = [Answer() for _ in prompts]
         asked = [
-            (arrivals[i] if arrivals else 0, self._request(i, prompt, max_tokens))
+            (arrivals[i] if arrivals else 0, self._request(i, prompt, max_tokens, params))
             for i, prompt in enumerate(prompts)
         ]
         waiting = list(asked)
@@ -222,13 +227,19 @@ class LocalEngine:
         with ThreadPoolExecutor(len(self.ranks)) as pool:
             return list(pool.map(body, self.ranks))
 
-    def _request(self, index: int, prompt: Sequence[int], max_tokens: int) -> Request:
+    def _request(
+        self,
+        index: int,
+        prompt: Sequence[int],
+        max_tokens: int,
+        params: Sequence[SamplingParams],
+    ) -> Request:
         room = self.max_model_len - len(prompt)
         return Request(
             client="test",
             request_id=index,
             prompt_ids=array("i", prompt),
-            params=SamplingParams(max_tokens=max_tokens),
+            params=with_seed(params[index] if params else SamplingParams()),
             max_tokens=min(max_tokens, room),
             arrived_s=0.0,
         )

@@ -28,9 +28,12 @@ from unisono.ops.exactness import attention_threads
 from unisono.ops.linear import SMALL_HEIGHTS, ExactLinear, pack_linear, plain_product
 from unisono.ops.reference.activation import silu_and_mul
 from unisono.ops.reference.embedding import embed_shard
+from unisono.ops.reference.filters import filter_logits
+from unisono.ops.reference.gumbel import add_noise
 from unisono.ops.reference.norm import rms_norm
 from unisono.ops.reference.rotary import apply_rope
 from unisono.ops.reference.sampling import argmax_keys
+from unisono.runtime.protocol import SamplingParams
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
@@ -147,6 +150,27 @@ def test_embedding_and_argmax() -> None:
     rows_keep_their_bits("embedding", lambda x: embed_shard(x, table, 10), ids)
     logits = torch.randn(80, 1003)
     rows_keep_their_bits("argmax", lambda x: argmax_keys(x, 64, 2000), logits)
+
+
+@pytest.mark.parametrize("width", [1, 3, 199, 1003, 40000])
+def test_noise_and_filters(width: int) -> None:
+    """Noise and what may be drawn depend on the row alone: logarithm and exponential keep bits."""
+    count = 24 if width < 2000 else 9
+    logits = 3 * torch.randn(count, width)
+    temperature = torch.rand(count, dtype=torch.float64) + 0.1
+    seeds = torch.randint(2**62, (count,))
+    positions = torch.randint(5000, (count,))
+    top_k = torch.randint(0, 50, (count,))
+    top_p, min_p = torch.rand(count, dtype=torch.float64), torch.rand(count).double() / 20
+
+    def noise(rows: Tensor) -> Tensor:
+        return add_noise(logits[rows], temperature[rows], seeds[rows], positions[rows], 64)
+
+    def filtered(rows: Tensor) -> Tensor:
+        return filter_logits(logits[rows], temperature[rows], top_k[rows], top_p[rows], min_p[rows])
+
+    rows_keep_their_bits("noise", noise, torch.arange(count))
+    rows_keep_their_bits("filters", filtered, torch.arange(count))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -276,6 +300,26 @@ def test_model_after_a_prefix_hit_and_after_pre_emption(checkpoint: Path, dtype:
             assert_same_bits("logits", torch.stack(answer.logits), torch.stack(alone.logits))
 
 
+def test_sampled_answers_after_a_prefix_hit_and_after_pre_emption(checkpoint: Path) -> None:
+    """A resumed request draws on with its own noise, and counts its own answer only."""
+    stem = random_ids(140, seed=1)
+    prompts = [stem[:120], stem[:128], stem[:70] + random_ids(50, seed=2), stem]
+    params = [
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=1.2, top_p=0.9, seed=2, repetition_penalty=1.3),
+        SamplingParams(frequency_penalty=1.0, presence_penalty=0.5),
+        SamplingParams(temperature=0.8, top_k=30, seed=3, min_tokens=20, logit_bias=((5, 1.0),)),
+    ]
+    plain = LocalEngine(checkpoint, tp=2, max_model_len=200, prefix_cache=False)
+    crowded = LocalEngine(checkpoint, tp=2, max_model_len=200, num_blocks=5, max_step_tokens=100)
+    answers = crowded.generate(prompts, max_tokens=30, arrivals=[0, 3, 5, 9], params=params)
+    assert crowded.num_preemptions > 0
+    assert any(crowded.num_cached_tokens)
+    for prompt, recipe, answer in zip(prompts, params, answers, strict=True):
+        alone = plain.generate([prompt], max_tokens=30, params=[recipe])[0]
+        assert answer.token_ids == alone.token_ids
+
+
 @torch.inference_mode()
 def test_blocks_change_hands_without_a_trace(checkpoint: Path) -> None:
     """A request on blocks full of NaN answers as on fresh ones."""
@@ -309,3 +353,91 @@ def test_scratch_never_reaches_a_live_row(checkpoint: Path) -> None:
         layer.v[0].fill_(float("nan"))
     for got, want in zip(engine.generate(prompts, max_tokens=8), before, strict=True):
         assert_same_bits("logits", torch.stack(got.logits), torch.stack(want.logits))
+
+
+def test_seeded_answers_alone_and_in_company(tmp_path: Path) -> None:
+    """A seeded request answers the same alone, beside any others, in any row, on 1 to 3 ranks."""
+    write_checkpoint("llama", tmp_path)
+    prompts = [random_ids(count, seed=count) for count in (1, 5, 12, 64, 70)] * 2
+    seeded = [
+        SamplingParams(temperature=1.0, seed=42),
+        SamplingParams(temperature=0.7, top_k=20, seed=42),
+        SamplingParams(temperature=1.5, top_p=0.8, seed=0),
+        SamplingParams(temperature=1.2, min_p=0.05, seed=2**63 - 1),
+        SamplingParams(temperature=2.0, top_k=50, top_p=0.9, min_p=0.01, seed=7),
+    ]
+    others = [
+        SamplingParams(repetition_penalty=1.5, logit_bias=((3, 2.0),)),
+        SamplingParams(temperature=1.0),
+        SamplingParams(),
+        SamplingParams(temperature=1.0, frequency_penalty=1.0, min_p=0.02, seed=42),
+        SamplingParams(temperature=1.0, presence_penalty=2.0, seed=42, min_tokens=5),
+    ]
+    params = [*seeded, *others]
+    engine = LocalEngine(tmp_path)
+    solo = [
+        engine.generate([prompt], max_tokens=8, params=[choice])[0].token_ids
+        for prompt, choice in zip(prompts, params, strict=True)
+    ]
+    assert (
+        solo[6] != engine.generate([prompts[6]], max_tokens=8, params=[params[6]])[0].token_ids
+    ), "unseeded"
+    for tp in (1, 2, 3):
+        crowded = LocalEngine(tmp_path, tp=tp, max_step_tokens=64, max_requests=5)
+        order = random.sample(range(len(prompts)), len(prompts))
+        answers = crowded.generate(
+            [prompts[i] for i in order],
+            max_tokens=8,
+            params=[params[i] for i in order],
+            arrivals=[random.randint(0, 6) for _ in order],
+        )
+        for i, answer in zip(order, answers, strict=True):
+            if params[i].temperature == 0 or params[i].seed is not None:
+                assert answer.token_ids == solo[i], (tp, order, i)
+
+
+def test_biases_penalties_and_late_ends_hold_at_every_position(tmp_path: Path) -> None:
+    """Whatever greedy decoding would say next is barred, and an end comes when it may."""
+    write_checkpoint("llama", tmp_path)
+    engine = LocalEngine(tmp_path, tp=2)
+    prompt = random_ids(12)
+    plain = engine.generate([prompt], max_tokens=12)[0].token_ids
+    barred = SamplingParams(logit_bias=tuple((token, -100.0) for token in sorted({*plain})))
+    answer = engine.generate([prompt], max_tokens=12, params=[barred])[0].token_ids
+    assert len(answer) == 12
+    assert not {*answer} & {*plain}
+    once = SamplingParams(repetition_penalty=100.0, frequency_penalty=2.0)
+    answer = engine.generate([prompt], max_tokens=12, params=[once])[0].token_ids
+    assert len({*answer}) == 12
+    ends = [*range(0, 199, 2)]
+    answers = engine.generate(
+        [prompt] * 3,
+        max_tokens=30,
+        eos_token_ids=ends,
+        params=[
+            SamplingParams(temperature=5.0, seed=seed, min_tokens=min_tokens)
+            for seed, min_tokens in [(1, 0), (1, 8), (2, 8)]
+        ],
+    )
+    assert all(answer.token_ids[-1] in ends for answer in answers)
+    assert len(answers[0].token_ids) < 8
+    for answer in answers[1:]:
+        assert len(answer.token_ids) > 8
+        assert not {*answer.token_ids[:8]} & {*ends}
+
+
+def test_prompts_that_share_a_seed_share_no_noise(tmp_path: Path) -> None:
+    """With logits all but equal (a high temperature) the answers of two prompts are unrelated."""
+    write_checkpoint("llama", tmp_path)
+    engine = LocalEngine(tmp_path)
+    params = SamplingParams(temperature=100.0, seed=3)
+    first, again, other = (
+        answer.token_ids
+        for answer in engine.generate(
+            [random_ids(9, seed=1), random_ids(9, seed=1), random_ids(9, seed=2)],
+            max_tokens=24,
+            params=[params] * 3,
+        )
+    )
+    assert first == again
+    assert sum(a == b for a, b in zip(first, other, strict=True)) <= 3

@@ -9,8 +9,9 @@ from unisono.models.llama import Llama
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
-from unisono.workers.protocol import StepPlan
+from unisono.workers.protocol import Phase, SlotSampling, StepPlan, unpack_sampling
 from unisono.workers.sampler import Sampler
+from unisono.workers.sampling_state import SamplingRows
 from unisono.workers.slot_table import SlotTable
 
 
@@ -42,14 +43,22 @@ class ModelRunner:
         hidden = self._graphs.run("forward", key, lambda: self._forward(inputs))
         if not len(inputs.logits_index):
             return []
-        tokens: list[int] = self._graphs.run("tail", key, lambda: self._tail(hidden, inputs))
+        sampling = self._slots.sampling.rows(
+            [s for s, p in zip(plan.rows.slot, plan.rows.phase, strict=True) if p != Phase.CHUNK],
+            inputs.sample_positions,
+            self._slots.token_ids,
+        )
+        tokens: list[int] = self._graphs.run(
+            "tail", key, lambda: self._tail(hidden, inputs, sampling)
+        )
         return tokens
 
     def _apply_changes(self, plan: StepPlan) -> None:
         start = 0
-        for slot, length in zip(plan.open_slot, plan.open_length, strict=True):
+        recipes = unpack_sampling(plan.open_sampling) or [SlotSampling()] * len(plan.open_slot)
+        for slot, length, recipe in zip(plan.open_slot, plan.open_length, recipes, strict=True):
             prompt = torch.tensor(plan.open_tokens[start : start + length], dtype=torch.int64)
-            self._slots.open(slot, prompt)
+            self._slots.open(slot, prompt, recipe)
             start += length
         if len(plan.block_id):
             if fresh := _fresh_blocks(plan):
@@ -59,9 +68,9 @@ class ModelRunner:
     def _forward(self, inputs: StepInputs) -> Tensor:
         return self._model.forward(inputs.batch, self._cache.layers)
 
-    def _tail(self, hidden: Tensor, inputs: StepInputs) -> list[int]:
+    def _tail(self, hidden: Tensor, inputs: StepInputs, sampling: SamplingRows | None) -> list[int]:
         logits = self._model.logits(hidden.index_select(0, inputs.logits_index))
-        token_ids = self._sampler.sample(logits)
+        token_ids = self._sampler.sample(logits, sampling)
         self._slots.append(inputs.sample_slots, inputs.sample_positions, token_ids)
         return token_ids.tolist()
 

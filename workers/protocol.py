@@ -5,8 +5,10 @@ Arrays travel as raw little-endian frames (`array` fields), everything else as m
 
 from __future__ import annotations
 
+import struct
 from array import array
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
 
@@ -19,6 +21,99 @@ class Phase(IntEnum):
     """The last tokens of a prompt: one token is sampled."""
     DECODE = 2
     """The newest token of an answer: one token is sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotSampling:
+    """How the tokens of one slot are chosen; the defaults take the likeliest.
+
+    Of the logits first the penalties, then the biases and the ids that may not come yet; then the
+    token is drawn, or at temperature 0 the likeliest taken.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    top_k: int = 0
+    """0: off."""
+    seed: int = 0
+    """0 to 2^63 - 1."""
+    num_prompt_tokens: int = 0
+    """Where the answer begins; the slot may be opened with a part of it."""
+    min_tokens: int = 0
+    """Until so many are answered, `late_ids` may not come."""
+    bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, each once, and what is added to their logits."""
+    late_ids: tuple[int, ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def is_penalized(self) -> bool:
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def is_biased(self) -> bool:
+        return bool(self.bias or self.late_ids)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the arg-max of the model's own logits is the answer."""
+        return self.is_greedy and not self.is_penalized and not self.is_biased
+
+
+_SCALARS = tuple(item.name for item in fields(SlotSampling))[:10]
+_NUMBERS = struct.Struct("<6d6q")
+"""The scalar fields of a SlotSampling in their order, then how many biases and late ids follow."""
+_BIAS = struct.Struct("<qd")
+_LATE_ID = struct.Struct("<q")
+
+
+def pack_sampling(slots: Iterable[SlotSampling]) -> array[int]:
+    """Return the raw form of `slots`, for `StepPlan.open_sampling`."""
+    raw = bytearray()
+    for slot in slots:
+        numbers = [getattr(slot, name) for name in _SCALARS]
+        raw += _NUMBERS.pack(*numbers, len(slot.bias), len(slot.late_ids))
+        for token_id, bias in slot.bias:
+            raw += _BIAS.pack(token_id, bias)
+        for token_id in slot.late_ids:
+            raw += _LATE_ID.pack(token_id)
+    return array("q", struct.unpack(f"<{len(raw) // 8}q", raw))
+
+
+def unpack_sampling(packed: array[int]) -> list[SlotSampling]:
+    """The slots that `pack_sampling` packed."""
+    raw = struct.pack(f"<{len(packed)}q", *packed)
+    slots, at = [], 0
+    while at < len(raw):
+        *numbers, num_biases, num_late = _NUMBERS.unpack_from(raw, at)
+        biases = at + _NUMBERS.size
+        late = biases + num_biases * _BIAS.size
+        at = late + num_late * _LATE_ID.size
+        slots.append(
+            SlotSampling(
+                **dict(zip(_SCALARS, numbers, strict=True)),
+                bias=tuple(_BIAS.iter_unpack(raw[biases:late])),
+                late_ids=tuple(token_id for (token_id,) in _LATE_ID.iter_unpack(raw[late:at])),
+            )
+        )
+    return slots
+
+
+def int64s() -> array[int]:
+    """An empty int64 array."""
+    return array("q")
 
 
 def int32s(values: object = ()) -> array[int]:
@@ -51,6 +146,7 @@ class StepPlan:
     next block of slot `block_slot[i]`. An opened slot starts with no blocks, so re-opening a slot
     is what frees it on the worker. The first `num_shared[i]` blocks of slot `open_slot[i]` keep
     what they hold, the computed KV of its first tokens; every other block is handed out cleared.
+    `open_sampling` holds `pack_sampling` of the opened slots; empty, they are all plain.
     """
 
     step: int
@@ -58,6 +154,7 @@ class StepPlan:
     open_slot: array[int] = field(default_factory=int32s)
     open_length: array[int] = field(default_factory=int32s)
     open_tokens: array[int] = field(default_factory=int32s)
+    open_sampling: array[int] = field(default_factory=int64s)
     num_shared: array[int] = field(default_factory=int32s)
     block_slot: array[int] = field(default_factory=int32s)
     block_id: array[int] = field(default_factory=int32s)

@@ -7,10 +7,11 @@ from torch import Tensor
 from unisono.models.partition import ModelPartition
 from unisono.ops.comm import Group
 from unisono.ops.dispatch import Ops
+from unisono.workers.sampling_state import SamplingRows
 
 
 class Sampler:
-    """Greedy: the greatest logit of the whole vocabulary, the lowest id on ties."""
+    """The greatest logit of the whole vocabulary, the lowest id on ties; drawn: with noise."""
 
     def __init__(
         self, ops: Ops, group: Group, partition: ModelPartition, num_token_ids: int
@@ -18,17 +19,66 @@ class Sampler:
         self._ops = ops
         self._group = group
         self._first_id = partition.vocab.ranges[group.rank][0]
+        self._widths = [stop - start for start, stop in partition.vocab.ranges]
         vocab_size = partition.config.vocab_size
         self._num_ids = min(num_token_ids or vocab_size, vocab_size)
 
-    def sample(self, logits: Tensor) -> Tensor:
-        """logits [S, this rank's rows] fp32 -> token ids [S] int64.
+    def sample(self, logits: Tensor, rows: SamplingRows | None = None) -> Tensor:
+        """logits [S, this rank's rows] fp32 -> token ids [S] int64. `rows` None: all are plain.
 
         Raises FloatingPointError if a row's logits hold a NaN on any rank.
         """
-        keys = self._ops.argmax_keys(logits, self._first_id, self._num_ids)
+        keys = self._keys(logits) if rows is None else self._drawn_keys(logits, rows)
         token_ids, is_nan = self._ops.unpack_keys(self._group.max(keys))
         if bool(is_nan.any()):
-            rows = is_nan.nonzero().flatten().tolist()
-            raise FloatingPointError(f"the logits of sampling rows {rows} hold NaN")
+            bad = is_nan.nonzero().flatten().tolist()
+            raise FloatingPointError(f"the logits of sampling rows {bad} hold NaN")
         return token_ids
+
+    def _keys(self, logits: Tensor) -> Tensor:
+        return self._ops.argmax_keys(logits, self._first_id, self._num_ids)
+
+    def _drawn_keys(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        logits = self._adjusted(logits, rows)
+        scores = logits
+        if len(rows.whole):
+            noisy = self._noisy(logits[rows.whole], rows, rows.whole, self._first_id)
+            scores = logits.index_copy(0, rows.whole, noisy)
+        keys = self._keys(scores)
+        if len(rows.filtered):
+            # Every rank sees these rows whole, so all of them offer the same key.
+            keys = keys.index_copy(0, rows.filtered, self._filtered_keys(logits, rows))
+        return keys
+
+    def _adjusted(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        if len(at := rows.penalized):
+            penalized = self._ops.penalize(
+                logits[at],
+                rows.history,
+                rows.num_prompt[at],
+                rows.positions[at],
+                rows.repetition[at],
+                rows.presence[at],
+                rows.frequency[at],
+                self._first_id,
+            )
+            logits = logits.index_copy(0, at, penalized)
+        if len(at := rows.biased):
+            biased = self._ops.add_bias(
+                logits[at], rows.bias_rows, rows.bias_ids, rows.bias, self._first_id
+            )
+            logits = logits.index_copy(0, at, biased)
+        return logits
+
+    def _filtered_keys(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        at = rows.filtered
+        whole = self._group.gather(logits[at], self._widths)[:, : self._num_ids]
+        left = self._ops.filter_logits(
+            whole, rows.temperature[at], rows.top_k[at], rows.top_p[at], rows.min_p[at]
+        )
+        return self._ops.argmax_keys(self._noisy(left, rows, at, 0), 0, self._num_ids)
+
+    def _noisy(self, logits: Tensor, rows: SamplingRows, at: Tensor, first_id: int) -> Tensor:
+        return self._ops.add_noise(
+            logits, rows.temperature[at], rows.seeds[at], rows.positions[at], first_id
+        )

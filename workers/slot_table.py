@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from unisono.workers.config import BLOCK_SIZE
+from unisono.workers.protocol import SlotSampling
+from unisono.workers.sampling_state import SamplingState
 
 
 class SlotTable:
@@ -15,6 +17,7 @@ class SlotTable:
 
     token_ids [slots, max_model_len + 1] int64: prompt, then answer, written where it is sampled,
     so a decode step needs no token from the host. block_table [slots, blocks] int64.
+    `sampling` says how the tokens of each slot are chosen.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, device: torch.device) -> None:
@@ -23,13 +26,20 @@ class SlotTable:
             (num_slots + 1, max_model_len + 1), dtype=torch.int64, device=device
         )
         self.block_table = torch.zeros((num_slots + 1, blocks), dtype=torch.int64, device=device)
+        self.sampling = SamplingState(num_slots, device)
         self._num_blocks = [0] * (num_slots + 1)
 
-    def open(self, slot: int, prompt_ids: Tensor) -> None:
+    def open(
+        self,
+        slot: int,
+        prompt_ids: Tensor,
+        sampling: SlotSampling = SlotSampling(),  # noqa: B008
+    ) -> None:
         """Give `slot` to a request with these prompt tokens [length]."""
         self.token_ids[slot, : len(prompt_ids)] = prompt_ids
         self.block_table[slot] = 0
         self._num_blocks[slot] = 0
+        self.sampling.open(slot, sampling)
 
     def add_blocks(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
         """Append blocks[i] to the table of slots[i], in order."""

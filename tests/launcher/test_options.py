@@ -41,6 +41,16 @@ OTHER_VALUES = {
     "max_tokens": ("9", 9),
     "ignore_eos": (None, True),
     "stop_token_ids": ("7,11", (7, 11)),
+    "temperature": ("0.7", 0.7),
+    "top_k": ("40", 40),
+    "top_p": ("0.9", 0.9),
+    "min_p": ("0.05", 0.05),
+    "seed": ("9223372036854775807", 2**63 - 1),
+    "repetition_penalty": ("1.1", 1.1),
+    "presence_penalty": ("-2", -2.0),
+    "frequency_penalty": ("0.5", 0.5),
+    "logit_bias": ("5:-100,7:2.5", ((5, -100.0), (7, 2.5))),
+    "min_tokens": ("3", 3),
 }
 """For each option: text that differs from its default, and the value it stands for."""
 
@@ -136,6 +146,24 @@ def test_help_shows_text_choices_and_default():
         (["--start-timeout-s", "nan"], "--start-timeout-s nan: expected a number of seconds"),
         (["--start-timeout-s", "inf"], "--start-timeout-s inf: expected a number of seconds"),
         (["--stop-grace-s", "-1"], "--stop-grace-s -1.0: must be at least 0"),
+        (["--temperature", "-0.1"], "--temperature -0.1: must be at least 0 and at most 100"),
+        (["--temperature", "100.5"], "--temperature 100.5: must be at least 0 and at most 100"),
+        (["--temperature", "nan"], "--temperature nan: expected a number"),
+        (["--top-k", "-1"], "--top-k -1: must be at least 0"),
+        (["--top-k", "1.5"], "--top-k 1.5: expected a whole number"),
+        (["--top-p", "0"], "--top-p 0.0: must be above 0 and at most 1"),
+        (["--top-p", "1.01"], "--top-p 1.01: must be above 0 and at most 1"),
+        (["--min-p", "-0.1"], "--min-p -0.1: must be at least 0 and at most 1"),
+        (["--min-p", "2"], "--min-p 2.0: must be at least 0 and at most 1"),
+        (["--seed", "-1"], "--seed -1: must be at least 0 and at most 9223372036854775807"),
+        (["--seed", str(2**63)], f"--seed {2**63}: must be at least 0 and at most"),
+        (["--seed", "x"], "--seed x: expected a whole number"),
+        (["--repetition-penalty", "0"], "--repetition-penalty 0.0: must be above 0 and at most"),
+        (["--presence-penalty", "3"], "--presence-penalty 3.0: must be at least -2 and at most 2"),
+        (["--frequency-penalty", "x"], "--frequency-penalty x: expected a number"),
+        (["--logit-bias", "5"], "--logit-bias 5: expected pairs of a token id and a number"),
+        (["--logit-bias", "5:nan"], "--logit-bias ((5, nan),): expected pairs of a token id"),
+        (["--min-tokens", "-1"], "--min-tokens -1: must be at least 0"),
         (["--stop-token-ids", "1,x"], "--stop-token-ids 1,x: expected token ids separated by"),
         (["--stop-token-ids", ""], "--stop-token-ids : expected token ids separated by commas"),
     ],
@@ -178,12 +206,20 @@ def test_a_script_gets_the_same_checks(values, message):
         (SamplingParams(max_tokens=0), "--max-tokens 0: must be at least 1"),
         (SamplingParams(stop_token_ids=(300,)), "--stop-token-ids 300: the model's token ids run"),
         (SamplingParams(stop_token_ids=(-1,)), "--stop-token-ids -1: the model's token ids run"),
+        (SamplingParams(top_p=0), "--top-p 0: must be above 0 and at most 1"),
+        (SamplingParams(logit_bias=((300, 1.0),)), "--logit-bias 300: the model's token ids run"),
+        (SamplingParams(logit_bias=((3, 101),)), "--logit-bias 3:101: a bias is -100 to 100"),
+        (SamplingParams(logit_bias=((3, 1), (3, 2))), "--logit-bias 3:2: each token id may stand"),
+        (SamplingParams(logit_bias={3: 1}), "--logit-bias {3: 1}: expected pairs of a token id"),  # type: ignore[arg-type]
+        (SamplingParams(min_tokens=9, max_tokens=8), "--min-tokens 9: must be at most max_tokens"),
+        (SamplingParams(seed=2**63), f"--seed {2**63}: must be at least 0 and at most"),
         (SamplingParams(ignore_eos="yes"), "--ignore-eos 'yes': expected True or False"),  # type: ignore[arg-type]
     ],
     ids=str,
 )
 def test_params_are_checked_against_the_model(params, message):
     check_sampling_params(SamplingParams(stop_token_ids=(0, 299)), tiny_model())
+    check_sampling_params(SamplingParams(temperature=100, top_p=1, min_p=1, seed=0), tiny_model())
     with pytest.raises(ConfigError) as caught:
         check_sampling_params(params, tiny_model())
     assert str(caught.value).startswith(message)
@@ -191,5 +227,12 @@ def test_params_are_checked_against_the_model(params, message):
 
 def test_ranges_and_choices_name_real_options():
     specs = options._all_specs()
-    for table in (options._CHOICES, options._LEAST, options._ZERO_IS_AUTO):
+    tables = (
+        options._CHOICES,
+        options._LEAST,
+        options._ABOVE,
+        options._MOST,
+        options._ZERO_IS_AUTO,
+    )
+    for table in tables:
         assert set(table) <= set(specs)

@@ -37,6 +37,17 @@ def test_max() -> None:
     assert run_ranks(3, body) == [[2, 0]] * 3
 
 
+@pytest.mark.parametrize("widths", [[5], [3, 1], [1, 4, 2], [2, 2, 2, 1]], ids=str)
+def test_gather_puts_columns_side_by_side(widths: list[int]) -> None:
+    whole = torch.randn(6, sum(widths))
+
+    def body(group: Group) -> torch.Tensor:
+        return group.gather(whole.split(widths, dim=1)[group.rank], widths)
+
+    for got in run_ranks(len(widths), body):
+        assert_same_bits("columns", got, whole)
+
+
 def test_digest_tells_kind_size_and_order_apart() -> None:
     def digest(*calls: tuple[str, int]) -> int:
         group = solo_group()

@@ -1,0 +1,69 @@
+"""Sampling parameters on their way to the ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from unisono.runtime.protocol import SamplingParams
+from unisono.runtime.request import Request
+from unisono.workers.protocol import SlotSampling, int64s, pack_sampling
+
+_SEED_MASK = (1 << 63) - 1
+
+
+def with_seed(params: SamplingParams) -> SamplingParams:
+    """Give `params` a seed from the operating system if it draws and has none.
+
+    It is given once, where the request is submitted: however often the request is started again,
+    its answer stays the same.
+    """
+    if params.temperature == 0 or params.seed is not None:
+        return params
+    return replace(params, seed=int.from_bytes(os.urandom(8), "little") & _SEED_MASK)
+
+
+def open_sampling(opened: Sequence[Request], eos_token_ids: Iterable[int]) -> array[int]:
+    """Return `StepPlan.open_sampling` for the requests whose slots a step opens, in order.
+
+    `eos_token_ids` are the model's own ends of text.
+    """
+    slots = [_slot_sampling(request, eos_token_ids) for request in opened]
+    return int64s() if all(slot.is_plain for slot in slots) else pack_sampling(slots)
+
+
+def _slot_sampling(request: Request, eos_token_ids: Iterable[int]) -> SlotSampling:
+    params = request.params
+    late_ids = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        late_ids.update(eos_token_ids)
+    slot = SlotSampling(
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        num_prompt_tokens=request.num_prompt_tokens,
+        min_tokens=params.min_tokens,
+        bias=params.logit_bias,
+        late_ids=tuple(sorted(late_ids)) if params.min_tokens else (),
+    )
+    if params.temperature == 0:
+        return slot
+    assert params.seed is not None, "a seed is given where a request is submitted"
+    return replace(
+        slot,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        top_k=params.top_k,
+        seed=_noise_seed(params.seed, request.prompt_ids),
+    )
+
+
+def _noise_seed(seed: int, prompt_ids: array[int]) -> int:
+    """The seed of the noise: prompts that share a seed must not share their noise."""
+    digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8)
+    digest.update(prompt_ids.tobytes())
+    return int.from_bytes(digest.digest(), "little") & _SEED_MASK

@@ -1,0 +1,85 @@
+"""What the ranks are told about choosing tokens."""
+
+from __future__ import annotations
+
+from array import array
+
+from unisono.runtime.protocol import SamplingParams
+from unisono.runtime.request import Request
+from unisono.runtime.sampling_wire import open_sampling, with_seed
+from unisono.workers.protocol import SlotSampling, unpack_sampling
+
+DRAWN = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=42)
+
+
+def request(params: SamplingParams, prompt: tuple[int, ...] = (1, 2, 3)) -> Request:
+    return Request(
+        client="test",
+        request_id=1,
+        prompt_ids=array("i", prompt),
+        params=params,
+        max_tokens=4,
+        arrived_s=0.0,
+    )
+
+
+def seed_of(params: SamplingParams, prompt: tuple[int, ...] = (1, 2, 3)) -> int:
+    return unpack_sampling(open_sampling([request(params, prompt)], [2]))[0].seed
+
+
+def test_a_greedy_step_opens_its_slots_without_a_word() -> None:
+    assert len(open_sampling([request(SamplingParams())] * 3, [2])) == 0
+    assert len(open_sampling([], [2])) == 0
+
+
+def test_every_parameter_arrives() -> None:
+    greedy, drawn = unpack_sampling(open_sampling([request(SamplingParams()), request(DRAWN)], [2]))
+    assert greedy == SlotSampling(num_prompt_tokens=3)
+    assert drawn == SlotSampling(
+        temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=seed_of(DRAWN), num_prompt_tokens=3
+    )
+
+
+def test_seed_and_prompt_choose_the_noise() -> None:
+    other_seed = SamplingParams(temperature=0.7, seed=43)
+    assert seed_of(DRAWN) == seed_of(DRAWN) == seed_of(SamplingParams(temperature=2.0, seed=42))
+    assert len({seed_of(DRAWN), seed_of(other_seed), seed_of(DRAWN, (1, 2, 4))}) == 3
+    for seed in (0, 2**63 - 1):
+        assert 0 <= seed_of(SamplingParams(temperature=1.0, seed=seed)) < 2**63
+
+
+def test_only_a_drawn_answer_without_a_seed_is_given_one() -> None:
+    assert with_seed(DRAWN) is DRAWN
+    greedy = SamplingParams()
+    assert with_seed(greedy) is greedy
+    seeds = {with_seed(SamplingParams(temperature=1.0)).seed for _ in range(50)}
+    assert len(seeds) == 50
+    assert all(seed is not None and 0 <= seed < 2**63 for seed in seeds)
+
+
+def test_penalties_biases_and_late_ids_arrive_for_greedy_answers_too() -> None:
+    params = SamplingParams(
+        repetition_penalty=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=0.5,
+        logit_bias=((7, -100.0), (1, 2.5)),
+        min_tokens=3,
+        stop_token_ids=(9, 2),
+    )
+    [slot] = unpack_sampling(open_sampling([request(params)], [2, 4]))
+    assert slot == SlotSampling(
+        repetition_penalty=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=0.5,
+        num_prompt_tokens=3,
+        min_tokens=3,
+        bias=((7, -100.0), (1, 2.5)),
+        late_ids=(2, 4, 9),
+    )
+
+
+def test_only_what_would_end_the_answer_is_late() -> None:
+    ignoring = SamplingParams(ignore_eos=True, min_tokens=2, stop_token_ids=(9,))
+    [slot] = unpack_sampling(open_sampling([request(ignoring)], [2, 4]))
+    assert slot.late_ids == (9,)
+    assert len(open_sampling([request(SamplingParams(stop_token_ids=(9,)))], [2])) == 0

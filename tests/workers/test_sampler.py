@@ -1,0 +1,117 @@
+"""The sampler: shards, companies and kinds of rows change no token."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.launcher.fakes import tiny_model
+from tests.rig import run_ranks
+from unisono.models.partition import ModelPartition
+from unisono.ops import dispatch
+from unisono.ops.comm import Group
+from unisono.workers.protocol import SlotSampling, pack_sampling, unpack_sampling
+from unisono.workers.sampler import Sampler
+from unisono.workers.sampling_state import SamplingState
+
+CPU = torch.device("cpu")
+KINDS = [
+    SlotSampling(),
+    SlotSampling(temperature=1.0, seed=1),
+    SlotSampling(temperature=0.8, top_k=9, seed=2),
+    SlotSampling(temperature=1.3, top_p=0.7, seed=3),
+    SlotSampling(temperature=2.0, min_p=0.1, seed=4),
+    SlotSampling(temperature=5.0, top_k=90, top_p=0.95, min_p=0.01, seed=2**63 - 1),
+    SlotSampling(repetition_penalty=1.7, frequency_penalty=0.5, num_prompt_tokens=20),
+    SlotSampling(bias=((7, -100.0), (280, 9.5)), num_prompt_tokens=20),
+    SlotSampling(
+        temperature=1.5,
+        top_k=40,
+        seed=9,
+        presence_penalty=2.0,
+        bias=((3, 4.0), (5, 2.0)),
+        num_prompt_tokens=20,
+        min_tokens=400,
+        late_ids=(5, 100, 289),
+    ),
+]
+HISTORY = 900
+NUM_IDS = 290
+TOKEN_IDS = torch.arange((len(KINDS) + 1) * HISTORY).reshape(-1, HISTORY) * 7919 % NUM_IDS
+
+
+def sample(logits: Tensor, slots: list[int], positions: Tensor, ranks: int) -> list[int]:
+    """Tokens of rows in `slots` (slot i + 1 is of KINDS[i]), the same on every rank."""
+    partition = ModelPartition.of(dataclasses.replace(tiny_model(), num_kv_heads=4), ranks)
+    ops = dispatch.resolve(CPU, 8)
+
+    def body(group: Group) -> list[int]:
+        state = SamplingState(len(KINDS), CPU)
+        for slot, kind in enumerate(KINDS, start=1):
+            state.open(slot, kind)
+        first, stop = partition.vocab.ranges[group.rank]
+        sampler = Sampler(ops, group, partition, NUM_IDS)
+        rows = state.rows(slots, positions, TOKEN_IDS)
+        return sampler.sample(logits[:, first:stop].contiguous(), rows).tolist()
+
+    answers = run_ranks(ranks, body)
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0]
+
+
+def many_rows(count: int = 144) -> tuple[Tensor, list[int], Tensor]:
+    logits = 2 * torch.randn(count, tiny_model().vocab_size)
+    logits[:, NUM_IDS:] += 50  # unknown to the tokenizer
+    return logits, [1 + row % len(KINDS) for row in range(count)], torch.randint(900, (count,))
+
+
+def test_shards_alone_and_order_give_the_same_tokens() -> None:
+    logits, slots, positions = many_rows()
+    want = sample(logits, slots, positions, 1)
+    assert max(want) < NUM_IDS
+    for ranks in (2, 3, 4):
+        assert sample(logits, slots, positions, ranks) == want
+    for row in range(0, len(slots), 7):
+        here = slice(row, row + 1)
+        assert sample(logits[here], slots[here], positions[here], 1) == want[here]
+    order = torch.randperm(len(slots))
+    shuffled = sample(logits[order], [slots[i] for i in order], positions[order], 1)
+    assert shuffled == [want[i] for i in order]
+
+
+def test_greedy_rows_take_the_likeliest_and_drawn_rows_do_not_always() -> None:
+    logits, slots, positions = many_rows()
+    best = logits[:, :NUM_IDS].argmax(-1).tolist()
+    tokens = sample(logits, slots, positions, 2)
+    same = [token == top for token, top in zip(tokens, best, strict=True)]
+    for slot in range(1, len(KINDS) + 1):
+        hits = [hit for hit, at in zip(same, slots, strict=True) if at == slot]
+        assert all(hits) == KINDS[slot - 1].is_plain
+
+
+def test_only_greedy_rows_run_the_plain_path() -> None:
+    state = SamplingState(3, CPU)
+    state.open(2, KINDS[1])
+    assert state.rows([1, 3], torch.tensor([4, 4]), TOKEN_IDS) is None
+    assert state.rows([1, 2], torch.tensor([4, 4]), TOKEN_IDS) is not None
+    state.open(2, SlotSampling())
+    assert state.rows([1, 2], torch.tensor([4, 4]), TOKEN_IDS) is None, (
+        "a new request forgets the former"
+    )
+
+
+@pytest.mark.parametrize("slot", [1, 2, 3], ids=lambda slot: f"kind {slot}")
+def test_nan_is_found_in_every_kind_of_row(slot: int) -> None:
+    logits = torch.randn(2, tiny_model().vocab_size)
+    logits[1, 200] = float("nan")
+    positions = torch.tensor([1, 2])
+    with pytest.raises(FloatingPointError, match=r"rows \[1\] hold NaN"):
+        sample(logits, [slot, slot], positions, 1)
+
+
+def test_packed_sampling_comes_back_exactly() -> None:
+    assert unpack_sampling(pack_sampling(KINDS)) == KINDS
+    assert unpack_sampling(pack_sampling([])) == []
