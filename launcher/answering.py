@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from unisono.launcher.options import option_spec
+from unisono.launcher.stop_strings import StopSearch, StopStrings
 from unisono.runtime.protocol import (
     Delta,
     EngineError,
@@ -35,7 +37,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """New tokens of one answer. `text` may be empty: a character can span tokens."""
+    """New text of one answer, never empty, and the tokens that came since the last piece.
+
+    A character, or what may become a stop string, can span tokens: they come with the piece that
+    shows it. Tokens after the last text (the one that ended the answer) are in the `Answer` only.
+    """
 
     index: int
     text: str
@@ -47,7 +53,11 @@ class Answer:
     """One finished answer.
 
     `text` is without special tokens, `token_ids` holds every token of the answer, the one that
-    ended it included. Times are seconds since the engine received the request.
+    ended it included. Of an answer that a stop string ended, the last token is the first with
+    which the match was certain, and `text` ends before the match: text that the kept tokens say
+    from there on is left out, and the number of completion tokens is always `len(token_ids)`.
+    Times are seconds since the engine received the request, or, where a stop string ended the
+    answer, since it was submitted.
     """
 
     index: int
@@ -56,7 +66,8 @@ class Answer:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
-    """stop, length, or rejected: the engine can never serve this prompt, and `error` says why."""
+    """stop (a token or a stop string), length, or rejected: the engine can never serve this
+    prompt, and `error` says why."""
     num_prompt_tokens: int
     first_token_s: float
     total_s: float
@@ -85,8 +96,42 @@ class _Open:
 
     request: Request
     words: Detokenizer
+    search: StopSearch
+    submitted_s: float = field(default_factory=time.monotonic)
+    first_token_s: float = 0.0
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    num_shown: int = 0
+    """Tokens that pieces have carried so far."""
+
+    def take(self, token_ids: Iterable[int]) -> str:
+        """Add tokens up to the one that completes a stop string; return the text to show."""
+        if not self.token_ids:
+            self.first_token_s = self.age_s()
+        start = len(self.text)
+        # One by one: tokens after the match are no part of the answer.
+        for token in token_ids:
+            self.token_ids.append(token)
+            self.text.append(self.search.push(self.words.push((token,))))
+            if self.search.found:
+                break
+        return "".join(self.text[start:])
+
+    def finish(self) -> str:
+        """End the text; return what was held back, unless it completes a stop string."""
+        rest = self.search.push(self.words.flush())
+        rest += self.search.flush()
+        self.text.append(rest)
+        return rest
+
+    def piece(self, text: str) -> Piece:
+        """Return `text` with the tokens that no piece has carried."""
+        new = tuple(self.token_ids[self.num_shown :])
+        self.num_shown = len(self.token_ids)
+        return Piece(index=self.request.index, text=text, token_ids=new)
+
+    def age_s(self) -> float:
+        return time.monotonic() - self.submitted_s
 
 
 def answer_all(
@@ -102,15 +147,16 @@ def answer_all(
     WorkerLost.
     """
     running: dict[int, _Open] = {}
+    stops = StopStrings(params.stop)
     try:
         for request in requests:
             request_id = engine.submit(request.prompt_ids, params)
-            running[request_id] = _Open(request, tokenizer.stream())
+            running[request_id] = _Open(request, tokenizer.stream(), stops.search())
         while running:
             for event in engine.poll(POLL_S):
                 # Events of an aborted request of an earlier call may still arrive.
                 if event.request_id in running:
-                    yield from _apply(event, running)
+                    yield from _apply(event, running, engine)
     except EngineError:
         running.clear()
         raise
@@ -141,25 +187,27 @@ def check_prompts(requests: Sequence[Request], worker: WorkerConfig) -> None:
 
 
 def _apply(
-    event: Delta | Finished | Rejected, running: dict[int, _Open]
+    event: Delta | Finished | Rejected, running: dict[int, _Open], engine: RequestChannel
 ) -> Iterator[Piece | Answer]:
     """Bring one event into the open requests; yield what the reader should see."""
     entry = running[event.request_id]
-    index = entry.request.index
     match event:
         case Delta():
-            ids = tuple(event.token_ids)
-            text = entry.words.push(ids)
-            entry.token_ids.extend(ids)
-            entry.text.append(text)
-            yield Piece(index=index, text=text, token_ids=ids)
+            text = entry.take(event.token_ids)
+            if entry.search.found:
+                del running[event.request_id]
+                engine.abort(event.request_id)
+            if text:
+                yield entry.piece(text)
+            if entry.search.found:
+                yield _answer_of(entry, "stop", entry.first_token_s, entry.age_s())
         case Finished():
             del running[event.request_id]
-            rest = entry.words.flush()
-            entry.text.append(rest)
+            rest = entry.finish()
             if rest:
-                yield Piece(index=index, text=rest, token_ids=())
-            yield _answer_of(entry, event.reason, event.first_token_s, event.total_s)
+                yield entry.piece(rest)
+            reason = "stop" if entry.search.found else event.reason
+            yield _answer_of(entry, reason, event.first_token_s, event.total_s)
         case Rejected():
             del running[event.request_id]
             yield _answer_of(entry, "rejected", 0.0, 0.0, event.message)

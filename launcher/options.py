@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
@@ -39,7 +40,7 @@ LAUNCH_OPTIONS = (
     "stop_grace_s",
 )
 """Fields of the three nested configs; `LLM` and `unisono generate` take all of them."""
-SAMPLING_OPTIONS = ("max_tokens", "ignore_eos", "stop_token_ids")
+SAMPLING_OPTIONS = ("max_tokens", "ignore_eos", "stop_token_ids", "stop")
 
 _CHOICES = {"dtype": DTYPES, "device": DEVICES, "log_level": LOG_LEVELS}
 _LEAST = {
@@ -53,7 +54,14 @@ _LEAST = {
     "stop_grace_s": 0,
 }
 _ZERO_IS_AUTO = ("max_model_len",)
-_METAVARS = {"int": "N", "float": "SECONDS", "str": "TEXT", "tuple[int, ...]": "ID,ID,..."}
+_METAVARS = {
+    "int": "N",
+    "float": "SECONDS",
+    "str": "TEXT",
+    "tuple[int, ...]": "ID,ID,...",
+    "tuple[str, ...]": "TEXT",
+}
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Command = Callable[..., Any]
 
@@ -64,7 +72,7 @@ class OptionSpec:
 
     name: str
     kind: str
-    """The field's annotation: int, float, str, bool or tuple[int, ...]."""
+    """The field's annotation: int, float, str, bool, tuple[int, ...] or tuple[str, ...]."""
     default: Any
     help: str
     choices: tuple[str, ...] = ()
@@ -205,11 +213,31 @@ def _field_docs(owner: type) -> dict[str, str]:
 def _click_option(spec: OptionSpec) -> Callable[[Command], Command]:
     if spec.kind == "bool":
         return click.option(spec.flag, spec.name, is_flag=True, default=None, help=spec.help)
+    if spec.kind == "tuple[str, ...]":
+        return _repeatable_option(spec)
     metavar = f"[{'|'.join(spec.choices)}]" if spec.choices else _METAVARS[spec.kind]
     shown = ",".join(map(str, spec.default)) if isinstance(spec.default, tuple) else spec.default
     text = spec.help if shown == "" else f"{spec.help}  [default: {shown}]"
     return click.option(
         spec.flag, spec.name, type=_ConfigValue(spec), default=None, metavar=metavar, help=text
+    )
+
+
+def _repeatable_option(spec: OptionSpec) -> Callable[[Command], Command]:
+    def collect(
+        ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
+    ) -> tuple[str, ...] | None:
+        spec.check(texts)
+        return texts or None
+
+    return click.option(
+        spec.flag,
+        spec.name,
+        multiple=True,
+        default=None,
+        callback=collect,
+        metavar=_METAVARS[spec.kind],
+        help=spec.help,
     )
 
 
@@ -241,6 +269,11 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_text(value: object) -> bool:
+    """Whether `value` is a text that an answer can hold: not empty, no half of a surrogate pair."""
+    return isinstance(value, str) and value != "" and not _SURROGATE.search(value)
+
+
 def _has_kind(value: object, kind: str) -> bool:
     match kind:
         case "int":
@@ -253,6 +286,8 @@ def _has_kind(value: object, kind: str) -> bool:
             return isinstance(value, bool)
         case "tuple[int, ...]":
             return isinstance(value, tuple) and all(map(_is_int, value))
+        case "tuple[str, ...]":
+            return isinstance(value, tuple) and all(map(_is_text, value))
     raise AssertionError(f"no option can have the type {kind}")
 
 
@@ -263,6 +298,7 @@ def _describe_kind(kind: str) -> str:
         "str": "text",
         "bool": "True or False",
         "tuple[int, ...]": "token ids separated by commas",
+        "tuple[str, ...]": "a tuple of texts that are not empty",
     }
     return names[kind]
 

@@ -63,6 +63,8 @@ class SamplingParams:
     """Go on past the model's end-of-text tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Further token ids that end an answer, like the model's own."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer, which is cut before them; may be given several times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

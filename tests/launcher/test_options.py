@@ -40,6 +40,7 @@ OTHER_VALUES = {
     "max_tokens": ("9", 9),
     "ignore_eos": (None, True),
     "stop_token_ids": ("7,11", (7, 11)),
+    "stop": ("a,b", ("a,b",)),
 }
 """For each option: text that differs from its default, and the value it stands for."""
 
@@ -82,6 +83,12 @@ def test_every_launch_option_reaches_the_config(name):
 def test_every_sampling_option_reaches_the_params(name):
     params = make_sampling_params(given(parse(*arguments_of(name)), SAMPLING_OPTIONS))
     assert getattr(params, name) == OTHER_VALUES[name][1] != option_spec(name).default
+
+
+def test_stop_may_be_given_several_times():
+    values = parse("--stop", "a", "--stop", "\n\n")
+    assert make_sampling_params(given(values, SAMPLING_OPTIONS)).stop == ("a", "\n\n")
+    assert "stop" not in given(parse(), SAMPLING_OPTIONS)
 
 
 def test_every_field_with_a_default_is_an_option():
@@ -137,6 +144,8 @@ def test_help_shows_text_choices_and_default():
         (["--stop-grace-s", "-1"], "--stop-grace-s -1.0: must be at least 0"),
         (["--stop-token-ids", "1,x"], "--stop-token-ids 1,x: expected token ids separated by"),
         (["--stop-token-ids", ""], "--stop-token-ids : expected token ids separated by commas"),
+        (["--stop", "a", "--stop", ""], "--stop ('a', ''): expected a tuple of texts that are not"),
+        (["--stop", "\udc80"], "--stop ('\\udc80',): expected a tuple of texts that are not empty"),
     ],
     ids=" ".join,
 )
@@ -177,6 +186,7 @@ def test_a_script_gets_the_same_checks(values, message):
         (SamplingParams(max_tokens=0), "--max-tokens 0: must be at least 1"),
         (SamplingParams(stop_token_ids=(300,)), "--stop-token-ids 300: the model's token ids run"),
         (SamplingParams(stop_token_ids=(-1,)), "--stop-token-ids -1: the model's token ids run"),
+        (SamplingParams(stop="END"), "--stop 'END': expected a tuple of texts"),  # type: ignore[arg-type]
         (SamplingParams(ignore_eos="yes"), "--ignore-eos 'yes': expected True or False"),  # type: ignore[arg-type]
     ],
     ids=str,
