@@ -1,17 +1,21 @@
-"""The one loop that turns prompts into answers; the command line and `LLM` both drive it."""
+"""The one loop that turns prompts into answers; the command line, `LLM` and chat all drive it."""
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import unisono
 from unisono.launcher.options import option_spec
 from unisono.launcher.stop_strings import StopSearch, StopStrings
 from unisono.runtime.protocol import (
     Delta,
     EngineError,
+    EngineReady,
     Finished,
     Rejected,
     RequestRejected,
@@ -72,6 +76,21 @@ class Answer:
     first_token_s: float
     total_s: float
     error: str = ""
+    numerics: str = ""
+    """How it was computed (`numerics_of`): only answers that agree in it must agree in tokens."""
+
+    @property
+    def token_s(self) -> float:
+        """Seconds per token after the first; 0 where there is no second one."""
+        later = len(self.token_ids) - 1
+        return (self.total_s - self.first_token_s) / later if later > 0 else 0.0
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits over `numerics` and the tokens: equal on every machine or something is
+        wrong. Text and times are not in it."""
+        tokens = b"".join(token.to_bytes(4, "little") for token in self.token_ids)
+        return hashlib.blake2b(self.numerics.encode() + b"\0" + tokens, digest_size=16).hexdigest()
 
 
 class RequestChannel(Protocol):
@@ -97,6 +116,7 @@ class _Open:
     request: Request
     words: Detokenizer
     search: StopSearch
+    sink: Callable[[Piece | Answer], None]
     submitted_s: float = field(default_factory=time.monotonic)
     first_token_s: float = 0.0
     text: list[str] = field(default_factory=list)
@@ -134,11 +154,97 @@ class _Open:
         return time.monotonic() - self.submitted_s
 
 
+class Answering:
+    """The requests under way on one engine, whoever asked. For one thread.
+
+    `numerics`: what the answers' digests say of how they were computed (`numerics_of`).
+    """
+
+    def __init__(self, engine: RequestChannel, tokenizer: TokenText, numerics: str = "") -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._numerics = numerics
+        self._running: dict[int, _Open] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self._running)
+
+    def add(
+        self, request: Request, params: SamplingParams, sink: Callable[[Piece | Answer], None]
+    ) -> int:
+        """Submit `request`; `sink` gets its pieces and then its answer. Returns its id."""
+        search = StopStrings(params.stop).search()
+        request_id = self._engine.submit(request.prompt_ids, params)
+        self._running[request_id] = _Open(request, self._tokenizer.stream(), search, sink)
+        return request_id
+
+    def drop(self, request_id: int) -> None:
+        """Abort a request, unless it has ended."""
+        if self._running.pop(request_id, None) is not None:
+            self._engine.abort(request_id)
+
+    def forget(self) -> None:
+        """Drop every request without a word to the engine: it is lost."""
+        self._running.clear()
+
+    def step(self, timeout_s: float) -> None:
+        """Hand out what arrives within `timeout_s`. Raises WorkerLost."""
+        for event in self._engine.poll(timeout_s):
+            # Events of an aborted request may still arrive.
+            if event.request_id in self._running:
+                self._apply(event)
+
+    def _apply(self, event: Delta | Finished | Rejected) -> None:
+        entry = self._running[event.request_id]
+        match event:
+            case Delta():
+                text = entry.take(event.token_ids)
+                if entry.search.found:
+                    self.drop(event.request_id)
+                if text:
+                    entry.sink(entry.piece(text))
+                if entry.search.found:
+                    self._answer(entry, "stop", entry.first_token_s, entry.age_s())
+            case Finished():
+                del self._running[event.request_id]
+                rest = entry.finish()
+                if rest:
+                    entry.sink(entry.piece(rest))
+                reason = "stop" if entry.search.found else event.reason
+                self._answer(entry, reason, event.first_token_s, event.total_s)
+            case Rejected():
+                del self._running[event.request_id]
+                self._answer(entry, "rejected", 0.0, 0.0, event.message)
+            case _:
+                raise AssertionError(f"the engine sent {type(event).__name__} for a request")
+
+    def _answer(
+        self, entry: _Open, reason: str, first_token_s: float, total_s: float, error: str = ""
+    ) -> None:
+        entry.sink(
+            Answer(
+                index=entry.request.index,
+                prompt=entry.request.prompt,
+                text="".join(entry.text),
+                token_ids=tuple(entry.token_ids),
+                finish_reason=reason,
+                num_prompt_tokens=len(entry.request.prompt_ids),
+                first_token_s=first_token_s,
+                total_s=total_s,
+                error=error,
+                numerics=self._numerics,
+            )
+        )
+
+
 def answer_all(
     engine: RequestChannel,
     tokenizer: TokenText,
     requests: Sequence[Request],
     params: SamplingParams,
+    numerics: str = "",
 ) -> Generator[Piece | Answer, None, None]:
     """Submit every request and yield pieces as they come and one `Answer` per request.
 
@@ -146,23 +252,22 @@ def answer_all(
     Leaving early (an exception, or closing the iterator) aborts what is still running. Raises
     WorkerLost.
     """
-    running: dict[int, _Open] = {}
-    stops = StopStrings(params.stop)
+    answering = Answering(engine, tokenizer, numerics)
+    news: deque[Piece | Answer] = deque()
+    request_ids = []
     try:
         for request in requests:
-            request_id = engine.submit(request.prompt_ids, params)
-            running[request_id] = _Open(request, tokenizer.stream(), stops.search())
-        while running:
-            for event in engine.poll(POLL_S):
-                # Events of an aborted request of an earlier call may still arrive.
-                if event.request_id in running:
-                    yield from _apply(event, running, engine)
+            request_ids.append(answering.add(request, params, news.append))
+        while answering.has_work:
+            answering.step(POLL_S)
+            while news:
+                yield news.popleft()
     except EngineError:
-        running.clear()
+        answering.forget()
         raise
     finally:
-        for request_id in running:
-            engine.abort(request_id)
+        for request_id in request_ids:
+            answering.drop(request_id)
 
 
 def check_prompts(requests: Sequence[Request], worker: WorkerConfig) -> None:
@@ -186,46 +291,7 @@ def check_prompts(requests: Sequence[Request], worker: WorkerConfig) -> None:
             )
 
 
-def _apply(
-    event: Delta | Finished | Rejected, running: dict[int, _Open], engine: RequestChannel
-) -> Iterator[Piece | Answer]:
-    """Bring one event into the open requests; yield what the reader should see."""
-    entry = running[event.request_id]
-    match event:
-        case Delta():
-            text = entry.take(event.token_ids)
-            if entry.search.found:
-                del running[event.request_id]
-                engine.abort(event.request_id)
-            if text:
-                yield entry.piece(text)
-            if entry.search.found:
-                yield _answer_of(entry, "stop", entry.first_token_s, entry.age_s())
-        case Finished():
-            del running[event.request_id]
-            rest = entry.finish()
-            if rest:
-                yield entry.piece(rest)
-            reason = "stop" if entry.search.found else event.reason
-            yield _answer_of(entry, reason, event.first_token_s, event.total_s)
-        case Rejected():
-            del running[event.request_id]
-            yield _answer_of(entry, "rejected", 0.0, 0.0, event.message)
-        case _:
-            raise AssertionError(f"the engine sent {type(event).__name__} for a request")
-
-
-def _answer_of(
-    entry: _Open, reason: str, first_token_s: float, total_s: float, error: str = ""
-) -> Answer:
-    return Answer(
-        index=entry.request.index,
-        prompt=entry.request.prompt,
-        text="".join(entry.text),
-        token_ids=tuple(entry.token_ids),
-        finish_reason=reason,
-        num_prompt_tokens=len(entry.request.prompt_ids),
-        first_token_s=first_token_s,
-        total_s=total_s,
-        error=error,
-    )
+def numerics_of(ready: EngineReady, tp: int) -> str:
+    """Name what an answer's bits may depend on: kind of device, dtype, rank count, version."""
+    kind = ready.device.partition(":")[0]
+    return f"{kind} {ready.dtype} tp={tp} unisono {unisono.__version__}"

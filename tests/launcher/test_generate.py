@@ -83,7 +83,10 @@ def test_json_is_one_line_a_prompt_and_nothing_else(generate, tmp_path):
             "completion_tokens": 14,
         },
         "timing": {"first_token_s": 0.5, "total_s": 1.8},
+        "digest": first["digest"],
     }
+    assert len(bytes.fromhex(first["digest"])) == 16
+    assert first["digest"] != second["digest"]
     assert (second["index"], second["prompt"], second["text"]) == (1, messages, "GRÜSS DICH")
 
 
