@@ -98,7 +98,7 @@ def test_help_loads_no_command():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["serve"], "unisono: error: no command 'serve': choose generate or inspect\n"),
+        (["serve"], "unisono: error: no command 'serve': choose generate or chat or inspect\n"),
         (["--frob"], "unisono: error: No such option"),
         (
             ["generate"],
