@@ -1,15 +1,21 @@
-"""The one loop that turns prompts into answers; the command line and `LLM` both drive it."""
+"""The one loop that turns prompts into answers; the command line, `LLM` and chat all drive it."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import unisono
 from unisono.launcher.options import option_spec
+from unisono.launcher.stop_strings import StopSearch, StopStrings
 from unisono.runtime.protocol import (
     Delta,
     EngineError,
+    EngineReady,
     Finished,
     Rejected,
     RequestRejected,
@@ -35,7 +41,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """New tokens of one answer. `text` may be empty: a character can span tokens."""
+    """New text of one answer, never empty, and the tokens that came since the last piece.
+
+    A character, or what may become a stop string, can span tokens: they come with the piece that
+    shows it. Tokens after the last text (the one that ended the answer) are in the `Answer` only.
+    """
 
     index: int
     text: str
@@ -47,7 +57,11 @@ class Answer:
     """One finished answer.
 
     `text` is without special tokens, `token_ids` holds every token of the answer, the one that
-    ended it included. Times are seconds since the engine received the request.
+    ended it included. Of an answer that a stop string ended, the last token is the first with
+    which the match was certain, and `text` ends before the match: text that the kept tokens say
+    from there on is left out, and the number of completion tokens is always `len(token_ids)`.
+    Times are seconds since the engine received the request, or, where a stop string ended the
+    answer, since it was submitted.
     """
 
     index: int
@@ -56,11 +70,27 @@ class Answer:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
-    """stop, length, or rejected: the engine can never serve this prompt, and `error` says why."""
+    """stop (a token or a stop string), length, or rejected: the engine can never serve this
+    prompt, and `error` says why."""
     num_prompt_tokens: int
     first_token_s: float
     total_s: float
     error: str = ""
+    numerics: str = ""
+    """How it was computed (`numerics_of`): only answers that agree in it must agree in tokens."""
+
+    @property
+    def token_s(self) -> float:
+        """Seconds per token after the first; 0 where there is no second one."""
+        later = len(self.token_ids) - 1
+        return (self.total_s - self.first_token_s) / later if later > 0 else 0.0
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits over `numerics` and the tokens: equal on every machine or something is
+        wrong. Text and times are not in it."""
+        tokens = b"".join(token.to_bytes(4, "little") for token in self.token_ids)
+        return hashlib.blake2b(self.numerics.encode() + b"\0" + tokens, digest_size=16).hexdigest()
 
 
 class RequestChannel(Protocol):
@@ -85,8 +115,128 @@ class _Open:
 
     request: Request
     words: Detokenizer
+    search: StopSearch
+    sink: Callable[[Piece | Answer], None]
+    submitted_s: float = field(default_factory=time.monotonic)
+    first_token_s: float = 0.0
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    num_shown: int = 0
+    """Tokens that pieces have carried so far."""
+
+    def take(self, token_ids: Iterable[int]) -> str:
+        """Add tokens up to the one that completes a stop string; return the text to show."""
+        if not self.token_ids:
+            self.first_token_s = self.age_s()
+        start = len(self.text)
+        # One by one: tokens after the match are no part of the answer.
+        for token in token_ids:
+            self.token_ids.append(token)
+            self.text.append(self.search.push(self.words.push((token,))))
+            if self.search.found:
+                break
+        return "".join(self.text[start:])
+
+    def finish(self) -> str:
+        """End the text; return what was held back, unless it completes a stop string."""
+        rest = self.search.push(self.words.flush())
+        rest += self.search.flush()
+        self.text.append(rest)
+        return rest
+
+    def piece(self, text: str) -> Piece:
+        """Return `text` with the tokens that no piece has carried."""
+        new = tuple(self.token_ids[self.num_shown :])
+        self.num_shown = len(self.token_ids)
+        return Piece(index=self.request.index, text=text, token_ids=new)
+
+    def age_s(self) -> float:
+        return time.monotonic() - self.submitted_s
+
+
+class Answering:
+    """The requests under way on one engine, whoever asked. For one thread.
+
+    `numerics`: what the answers' digests say of how they were computed (`numerics_of`).
+    """
+
+    def __init__(self, engine: RequestChannel, tokenizer: TokenText, numerics: str = "") -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._numerics = numerics
+        self._running: dict[int, _Open] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self._running)
+
+    def add(
+        self, request: Request, params: SamplingParams, sink: Callable[[Piece | Answer], None]
+    ) -> int:
+        """Submit `request`; `sink` gets its pieces and then its answer. Returns its id."""
+        search = StopStrings(params.stop).search()
+        request_id = self._engine.submit(request.prompt_ids, params)
+        self._running[request_id] = _Open(request, self._tokenizer.stream(), search, sink)
+        return request_id
+
+    def drop(self, request_id: int) -> None:
+        """Abort a request, unless it has ended."""
+        if self._running.pop(request_id, None) is not None:
+            self._engine.abort(request_id)
+
+    def forget(self) -> None:
+        """Drop every request without a word to the engine: it is lost."""
+        self._running.clear()
+
+    def step(self, timeout_s: float) -> None:
+        """Hand out what arrives within `timeout_s`. Raises WorkerLost."""
+        for event in self._engine.poll(timeout_s):
+            # Events of an aborted request may still arrive.
+            if event.request_id in self._running:
+                self._apply(event)
+
+    def _apply(self, event: Delta | Finished | Rejected) -> None:
+        entry = self._running[event.request_id]
+        match event:
+            case Delta():
+                text = entry.take(event.token_ids)
+                if entry.search.found:
+                    self.drop(event.request_id)
+                if text:
+                    entry.sink(entry.piece(text))
+                if entry.search.found:
+                    self._answer(entry, "stop", entry.first_token_s, entry.age_s())
+            case Finished():
+                del self._running[event.request_id]
+                rest = entry.finish()
+                if rest:
+                    entry.sink(entry.piece(rest))
+                reason = "stop" if entry.search.found else event.reason
+                self._answer(entry, reason, event.first_token_s, event.total_s)
+            case Rejected():
+                del self._running[event.request_id]
+                self._answer(entry, "rejected", 0.0, 0.0, event.message)
+            case _:
+                raise AssertionError(f"the engine sent {type(event).__name__} for a request")
+
+    def _answer(
+        self, entry: _Open, reason: str, first_token_s: float, total_s: float, error: str = ""
+    ) -> None:
+        entry.sink(
+            Answer(
+                index=entry.request.index,
+                prompt=entry.request.prompt,
+                text="".join(entry.text),
+                token_ids=tuple(entry.token_ids),
+                finish_reason=reason,
+                num_prompt_tokens=len(entry.request.prompt_ids),
+                first_token_s=first_token_s,
+                total_s=total_s,
+                error=error,
+                numerics=self._numerics,
+            )
+        )
 
 
 def answer_all(
@@ -94,6 +244,7 @@ def answer_all(
     tokenizer: TokenText,
     requests: Sequence[Request],
     params: SamplingParams,
+    numerics: str = "",
 ) -> Generator[Piece | Answer, None, None]:
     """Submit every request and yield pieces as they come and one `Answer` per request.
 
@@ -101,22 +252,22 @@ def answer_all(
     Leaving early (an exception, or closing the iterator) aborts what is still running. Raises
     WorkerLost.
     """
-    running: dict[int, _Open] = {}
+    answering = Answering(engine, tokenizer, numerics)
+    news: deque[Piece | Answer] = deque()
+    request_ids = []
     try:
         for request in requests:
-            request_id = engine.submit(request.prompt_ids, params)
-            running[request_id] = _Open(request, tokenizer.stream())
-        while running:
-            for event in engine.poll(POLL_S):
-                # Events of an aborted request of an earlier call may still arrive.
-                if event.request_id in running:
-                    yield from _apply(event, running)
+            request_ids.append(answering.add(request, params, news.append))
+        while answering.has_work:
+            answering.step(POLL_S)
+            while news:
+                yield news.popleft()
     except EngineError:
-        running.clear()
+        answering.forget()
         raise
     finally:
-        for request_id in running:
-            engine.abort(request_id)
+        for request_id in request_ids:
+            answering.drop(request_id)
 
 
 def check_prompts(requests: Sequence[Request], worker: WorkerConfig) -> None:
@@ -140,44 +291,7 @@ def check_prompts(requests: Sequence[Request], worker: WorkerConfig) -> None:
             )
 
 
-def _apply(
-    event: Delta | Finished | Rejected, running: dict[int, _Open]
-) -> Iterator[Piece | Answer]:
-    """Bring one event into the open requests; yield what the reader should see."""
-    entry = running[event.request_id]
-    index = entry.request.index
-    match event:
-        case Delta():
-            ids = tuple(event.token_ids)
-            text = entry.words.push(ids)
-            entry.token_ids.extend(ids)
-            entry.text.append(text)
-            yield Piece(index=index, text=text, token_ids=ids)
-        case Finished():
-            del running[event.request_id]
-            rest = entry.words.flush()
-            entry.text.append(rest)
-            if rest:
-                yield Piece(index=index, text=rest, token_ids=())
-            yield _answer_of(entry, event.reason, event.first_token_s, event.total_s)
-        case Rejected():
-            del running[event.request_id]
-            yield _answer_of(entry, "rejected", 0.0, 0.0, event.message)
-        case _:
-            raise AssertionError(f"the engine sent {type(event).__name__} for a request")
-
-
-def _answer_of(
-    entry: _Open, reason: str, first_token_s: float, total_s: float, error: str = ""
-) -> Answer:
-    return Answer(
-        index=entry.request.index,
-        prompt=entry.request.prompt,
-        text="".join(entry.text),
-        token_ids=tuple(entry.token_ids),
-        finish_reason=reason,
-        num_prompt_tokens=len(entry.request.prompt_ids),
-        first_token_s=first_token_s,
-        total_s=total_s,
-        error=error,
-    )
+def numerics_of(ready: EngineReady, tp: int) -> str:
+    """Name what an answer's bits may depend on: kind of device, dtype, rank count, version."""
+    kind = ready.device.partition(":")[0]
+    return f"{kind} {ready.dtype} tp={tp} unisono {unisono.__version__}"

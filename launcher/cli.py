@@ -27,6 +27,7 @@ from unisono.runtime.protocol import EngineError, RequestRejected, WorkerLost
 
 COMMANDS = {
     "generate": ("unisono.launcher.generate", "Answer prompts with a model on 1 to N ranks."),
+    "chat": ("unisono.launcher.chat", "Talk with a model in the terminal."),
     "inspect": (
         "unisono.launcher.inspect",
         "Show what each rank would hold and how fast it can be.",

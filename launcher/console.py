@@ -63,6 +63,11 @@ class Console:
         self._out = sys.stdout if out is None else out
         self._err = sys.stderr if err is None else err
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether notes go to a terminal."""
+        return self._err.isatty()
+
     def write(self, text: str) -> None:
         """Write a part of an answer at once; the reader sees it before the next part exists."""
         self._out.write(text)

@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from unisono.launcher.answering import Answer, Piece, answer_all, check_prompts
+from unisono.launcher.answering import Answer, Piece, answer_all, check_prompts, numerics_of
 from unisono.launcher.console import Console
 from unisono.launcher.options import (
     LAUNCH_OPTIONS,
@@ -99,7 +99,8 @@ def command(
         with console.loading() as progress:
             ready = engine.start(progress)
         started = time.monotonic()
-        with closing(answer_all(engine, tokenizer, requests, params)) as events:
+        numerics = numerics_of(ready, prepared.worker.tp)
+        with closing(answer_all(engine, tokenizer, requests, params, numerics)) as events:
             answers = show(events, asked, console, as_json=as_json)
         seconds = time.monotonic() - started
     console.note(closing_line(answers, seconds, ready, prepared.worker.tp))
@@ -195,6 +196,7 @@ def _as_json(answer: Answer, prompt: Prompt) -> str:
             "first_token_s": round(answer.first_token_s, 6),
             "total_s": round(answer.total_s, 6),
         },
+        "digest": answer.digest,
     }
     if answer.error:
         entry["error"] = answer.error

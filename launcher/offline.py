@@ -6,27 +6,43 @@
         [answer] = llm.generate("The capital of France is", SamplingParams(max_tokens=8))
         print(answer.text)
 
-The ranks are processes of their own program, so a script needs no `__main__` guard.
+Every method that answers has a twin for coroutines: `agenerate`, `achat`, `astream`. The ranks are
+processes of their own program, so a script needs no `__main__` guard.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import queue
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Any
 
-from unisono.launcher.answering import Answer, Request, answer_all, check_prompts
+from unisono.launcher.answering import Answer, Piece, Request, check_prompts, numerics_of
 from unisono.launcher.cluster import detect_cluster
 from unisono.launcher.engine_client import Engine
+from unisono.launcher.engine_thread import EngineThread, Job, News
 from unisono.launcher.options import check_sampling_params
 from unisono.launcher.resolve import prepare, with_tokenizer
 from unisono.launcher.tokenizer import Tokenizer
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import SamplingParams
 
-__all__ = ["LLM", "Answer", "SamplingParams"]
+__all__ = ["LLM", "Answer", "AsyncStream", "Piece", "SamplingParams", "Stream"]
+
+Messages = Sequence[Mapping[str, str]]
 
 
 class LLM:
@@ -35,8 +51,11 @@ class LLM:
     Options are those of `unisono generate`, by field name: tp, dtype, device, max_model_len,
     max_requests, kv_tokens, max_step_tokens, no_prefix_cache, log_level, start_timeout_s,
     stop_grace_s; others are refused. The constructor checks everything a user can get wrong and
-    raises ConfigError; the ranks start with the `with` block, or with the first prompt. Not for
-    use by several threads.
+    raises ConfigError; the ranks start with the `with` block, or with the first prompt.
+
+    Safe to use from several threads and coroutines at a time: the engine is driven by a thread of
+    its own, which batches all that is asked, and no answer depends on what else runs. `close` ends
+    the answers that others wait for with an EngineError.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -52,8 +71,10 @@ class LLM:
         self._config = with_tokenizer(
             prepared.launch, self._tokenizer.size, self._tokenizer.eos_ids
         )
-        self._engine: Engine | None = None
-        self._end: weakref.finalize[[], LLM] | None = None
+        self._lock = threading.RLock()
+        """Held while the ranks start or stop."""
+        self._engine: EngineThread | None = None
+        self._end: weakref.finalize[..., LLM] | None = None
 
     def __enter__(self) -> LLM:
         self._started()
@@ -76,51 +97,213 @@ class LLM:
         ConfigError for illegal `params`. A prompt that the engine itself refuses gets an answer
         whose `finish_reason` is rejected.
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        return self._answer([(text, self._tokenizer.encode(text)) for text in texts], params)
+        requests = self._texts(prompts)
+        return _in_order(list(self._news(self._checked(requests, params), params, whole=True)))
 
-    def chat(
-        self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None
-    ) -> Answer:
+    def chat(self, messages: Messages, params: SamplingParams | None = None) -> Answer:
         """Answer one conversation through the model's chat template. Raises like `generate`."""
+        requests = self._checked([self._conversation(messages)], params)
+        [answer] = _in_order(list(self._news(requests, params, whole=True)))
+        return answer
+
+    def stream(self, prompt: str | Messages, params: SamplingParams | None = None) -> Stream:
+        """Answer a text as `generate` does, or messages as `chat` does, piece by piece.
+
+        Raises like them at once; the request starts with the first `next`. Closing the stream
+        aborts it.
+        """
+        requests = self._checked([self._prompt(prompt)], params)
+        return Stream(self._news(requests, params, whole=False))
+
+    async def agenerate(
+        self, prompts: str | Sequence[str], params: SamplingParams | None = None
+    ) -> list[Answer]:
+        """Like `generate`; cancelling aborts what still runs."""
+        requests = self._checked(self._texts(prompts), params)
+        async with aclosing(self._anews(requests, params, whole=True)) as news:
+            return _in_order([event async for event in news])
+
+    async def achat(self, messages: Messages, params: SamplingParams | None = None) -> Answer:
+        """Like `chat`; cancelling aborts the answer."""
+        requests = self._checked([self._conversation(messages)], params)
+        async with aclosing(self._anews(requests, params, whole=True)) as news:
+            [answer] = _in_order([event async for event in news])
+            return answer
+
+    def astream(self, prompt: str | Messages, params: SamplingParams | None = None) -> AsyncStream:
+        """Like `stream`. Leave it through `async with`, or `aclose`, to abort at once."""
+        requests = self._checked([self._prompt(prompt)], params)
+        return AsyncStream(self._anews(requests, params, whole=False))
+
+    def close(self) -> None:
+        """Stop the ranks. Safe to call twice; the next prompt starts them again."""
+        with self._lock:
+            end, self._engine, self._end = self._end, None, None
+        if end is not None:
+            end()
+
+    def _texts(self, prompts: str | Sequence[str]) -> list[Request]:
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        return [self._prompt(text, index) for index, text in enumerate(texts)]
+
+    def _prompt(self, prompt: str | Messages, index: int = 0) -> Request:
+        if not isinstance(prompt, str):
+            return self._conversation(prompt)
+        ids = self._tokenizer.encode(prompt)
+        return Request(index=index, prompt=prompt, prompt_ids=tuple(ids))
+
+    def _conversation(self, messages: Messages) -> Request:
         if not self._tokenizer.has_chat_template:
             raise ConfigError("the model has no chat template: use generate()")
         if not messages:
             raise ConfigError("chat() needs at least one message")
-        prompt_ids = self._tokenizer.chat_ids(messages)
-        return self._answer([(messages[-1]["content"], prompt_ids)], params)[0]
+        ids = self._tokenizer.chat_ids(messages)
+        return Request(index=0, prompt=messages[-1]["content"], prompt_ids=tuple(ids))
+
+    def _checked(
+        self, requests: Sequence[Request], params: SamplingParams | None
+    ) -> Sequence[Request]:
+        worker = self._config.runtime.worker
+        if params is not None:
+            check_sampling_params(params, worker.model)
+        check_prompts(requests, worker)
+        return requests
+
+    def _news(
+        self, requests: Sequence[Request], params: SamplingParams | None, *, whole: bool
+    ) -> Generator[Piece | Answer, None, None]:
+        """Submit the requests and yield their events; answers alone if `whole`."""
+        inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
+        job = _job(requests, params, inbox.put, whole=whole)
+        engine = self._started()
+        try:
+            engine.submit(job)
+            left = len(requests)
+            while left:
+                event = _or_raise(inbox.get())
+                left -= isinstance(event, Answer)
+                yield event
+        finally:
+            engine.drop(job)
+
+    async def _anews(
+        self, requests: Sequence[Request], params: SamplingParams | None, *, whole: bool
+    ) -> AsyncGenerator[Piece | Answer, None]:
+        """`_news` for coroutines."""
+        inbox: asyncio.Queue[News] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def put(news: News) -> None:
+            # Where the event loop is closed, nobody waits any more.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(inbox.put_nowait, news)
+
+        job = _job(requests, params, put, whole=whole)
+        engine = await asyncio.to_thread(self._started)
+        try:
+            engine.submit(job)
+            left = len(requests)
+            while left:
+                event = _or_raise(await inbox.get())
+                left -= isinstance(event, Answer)
+                yield event
+        finally:
+            engine.drop(job)
+
+    def _started(self) -> EngineThread:
+        with self._lock:
+            if self._engine is None:
+                engine = Engine(self._config)
+                engine.__enter__()
+                # A script may end, or drop its LLM, without closing it.
+                self._end = weakref.finalize(self, engine.close)
+                try:
+                    ready = engine.start(lambda news: None)
+                except BaseException:
+                    self.close()
+                    raise
+                numerics = numerics_of(ready, self._config.runtime.worker.tp)
+                self._engine = EngineThread(engine, self._tokenizer, numerics)
+                self._end.detach()
+                self._end = weakref.finalize(self, self._engine.close)
+            return self._engine
+
+
+class Stream(Iterator[Piece]):
+    """The pieces of one answer as they come; `answer` is the whole of it once they have ended.
+
+    A context manager. For one thread at a time.
+    """
+
+    def __init__(self, events: Generator[Piece | Answer, None, None]) -> None:
+        self._events = events
+        self.answer: Answer | None = None
+
+    def __next__(self) -> Piece:
+        event = next(self._events)
+        if isinstance(event, Answer):
+            self.answer = event
+            return next(self)
+        return event
 
     def close(self) -> None:
-        """Stop the ranks. Safe to call twice; the next prompt starts them again."""
-        if self._end is not None:
-            self._end()
-        self._engine = self._end = None
+        """Abort the request, unless it has ended."""
+        self._events.close()
 
-    def _answer(
-        self, prompts: Sequence[tuple[str, Sequence[int]]], params: SamplingParams | None
-    ) -> list[Answer]:
-        worker = self._config.runtime.worker
-        params = SamplingParams() if params is None else params
-        check_sampling_params(params, worker.model)
-        requests = [
-            Request(index=index, prompt=prompt, prompt_ids=tuple(ids))
-            for index, (prompt, ids) in enumerate(prompts)
-        ]
-        check_prompts(requests, worker)
-        events = answer_all(self._started(), self._tokenizer, requests, params)
-        answers = [event for event in events if isinstance(event, Answer)]
-        return sorted(answers, key=lambda answer: answer.index)
+    def __enter__(self) -> Stream:
+        return self
 
-    def _started(self) -> Engine:
-        if self._engine is None:
-            engine = Engine(self._config)
-            engine.__enter__()
-            # A script may end, or drop its LLM, without closing it.
-            self._end = weakref.finalize(self, engine.close)
-            self._engine = engine
-            try:
-                engine.start(lambda news: None)
-            except BaseException:
-                self.close()
-                raise
-        return self._engine
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncStream(AsyncIterator[Piece]):
+    """`Stream` for one coroutine."""
+
+    def __init__(self, events: AsyncGenerator[Piece | Answer, None]) -> None:
+        self._events = events
+        self.answer: Answer | None = None
+
+    async def __anext__(self) -> Piece:
+        event = await anext(self._events)
+        if isinstance(event, Answer):
+            self.answer = event
+            return await anext(self)
+        return event
+
+    async def aclose(self) -> None:
+        """Abort the request, unless it has ended."""
+        await self._events.aclose()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+def _job(
+    requests: Sequence[Request],
+    params: SamplingParams | None,
+    put: Callable[[News], None],
+    *,
+    whole: bool,
+) -> Job:
+    def put_answers(news: News) -> None:
+        # A waiting thread is not woken for every token.
+        if not isinstance(news, Piece):
+            put(news)
+
+    params = SamplingParams() if params is None else params
+    return Job(requests=requests, params=params, sink=put_answers if whole else put)
+
+
+def _or_raise(news: News) -> Piece | Answer:
+    if isinstance(news, Exception):
+        raise news
+    return news
+
+
+def _in_order(events: Sequence[Piece | Answer]) -> list[Answer]:
+    answers = [event for event in events if isinstance(event, Answer)]
+    return sorted(answers, key=lambda answer: answer.index)

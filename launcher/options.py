@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
@@ -54,6 +55,7 @@ SAMPLING_OPTIONS = (
     "frequency_penalty",
     "logit_bias",
     "min_tokens",
+    "stop",
 )
 
 _CHOICES = {"dtype": DTYPES, "device": DEVICES, "log_level": LOG_LEVELS}
@@ -94,8 +96,10 @@ _METAVARS = {
     "float": "X",
     "str": "TEXT",
     "tuple[int, ...]": "ID,ID,...",
+    "tuple[str, ...]": "TEXT",
     _PAIRS: "ID:X,ID:X,...",
 }
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Command = Callable[..., Any]
 
@@ -106,7 +110,7 @@ class OptionSpec:
 
     name: str
     kind: str
-    """The field's annotation: int, int | None, float, str, bool, tuple[int, ...] or pairs."""
+    """The field's annotation: int, int | None, float, str, bool, tuples of int, str or pairs."""
     default: Any
     help: str
     choices: tuple[str, ...] = ()
@@ -304,10 +308,30 @@ def _field_docs(owner: type) -> dict[str, str]:
 def _click_option(spec: OptionSpec) -> Callable[[Command], Command]:
     if spec.kind == "bool":
         return click.option(spec.flag, spec.name, is_flag=True, default=None, help=spec.help)
+    if spec.kind == "tuple[str, ...]":
+        return _repeatable_option(spec)
     shown = ",".join(map(str, spec.default)) if isinstance(spec.default, tuple) else spec.default
     text = spec.help if shown in ("", None) else f"{spec.help}  [default: {shown}]"
     return click.option(
         spec.flag, spec.name, type=_ConfigValue(spec), default=None, metavar=spec.metavar, help=text
+    )
+
+
+def _repeatable_option(spec: OptionSpec) -> Callable[[Command], Command]:
+    def collect(
+        ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
+    ) -> tuple[str, ...] | None:
+        spec.check(texts)
+        return texts or None
+
+    return click.option(
+        spec.flag,
+        spec.name,
+        multiple=True,
+        default=None,
+        callback=collect,
+        metavar=_METAVARS[spec.kind],
+        help=spec.help,
     )
 
 
@@ -352,6 +376,11 @@ def _is_pair(value: object) -> bool:
     return _has_kind(value[0], "int") and _has_kind(value[1], "float")
 
 
+def _is_text(value: object) -> bool:
+    """Whether `value` is a text that an answer can hold: not empty, no half of a surrogate pair."""
+    return isinstance(value, str) and value != "" and not _SURROGATE.search(value)
+
+
 def _has_kind(value: object, kind: str) -> bool:
     match kind:
         case "int":
@@ -368,6 +397,8 @@ def _has_kind(value: object, kind: str) -> bool:
             return isinstance(value, tuple) and all(map(_is_int, value))
         case "tuple[tuple[int, float], ...]":
             return isinstance(value, tuple) and all(map(_is_pair, value))
+        case "tuple[str, ...]":
+            return isinstance(value, tuple) and all(map(_is_text, value))
     raise AssertionError(f"no option can have the type {kind}")
 
 
@@ -380,6 +411,7 @@ def _describe_kind(kind: str) -> str:
         "bool": "True or False",
         "tuple[int, ...]": "token ids separated by commas",
         _PAIRS: "pairs of a token id and a number",
+        "tuple[str, ...]": "a tuple of texts that are not empty",
     }
     return names[kind]
 

@@ -89,6 +89,8 @@ class SamplingParams:
     """Token ids and what is added to their logits."""
     min_tokens: int = 0
     """No end-of-text token and no stop id comes before the answer has this many tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer, which is cut before them; may be given several times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,7 +98,10 @@ def test_help_loads_no_command():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["serve"], "unisono: error: no command 'serve': choose generate or inspect"),
+        (
+            ["serve"],
+            "unisono: error: no command 'serve': choose generate or chat or",
+        ),
         (["--frob"], "unisono: error: No such option"),
         (
             ["generate"],

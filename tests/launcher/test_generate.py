@@ -83,7 +83,10 @@ def test_json_is_one_line_a_prompt_and_nothing_else(generate, tmp_path):
             "completion_tokens": 14,
         },
         "timing": {"first_token_s": 0.5, "total_s": 1.8},
+        "digest": first["digest"],
     }
+    assert len(bytes.fromhex(first["digest"])) == 16
+    assert first["digest"] != second["digest"]
     assert (second["index"], second["prompt"], second["text"]) == (1, messages, "GRÜSS DICH")
 
 
@@ -120,10 +123,12 @@ def test_a_lost_worker_is_the_last_line_after_a_finished_line_of_text(generate):
 
 
 def test_sampling_options_reach_the_engine(generate):
-    _, out, _ = generate("hello", "--max-tokens", "3", "--ignore-eos", "--stop-token-ids", "5,6")
+    _, out, _ = generate(
+        "hello", "--max-tokens", "3", "--ignore-eos", "--stop-token-ids", "5,6", "--stop", "x"
+    )
     assert out == "HEL\n"
     assert FakeEngine.made[0].params == [
-        SamplingParams(max_tokens=3, ignore_eos=True, stop_token_ids=(5, 6))
+        SamplingParams(max_tokens=3, ignore_eos=True, stop_token_ids=(5, 6), stop=("x",))
     ]
 
 
@@ -223,11 +228,12 @@ def test_pieces_join_to_the_answer_for_interleaved_requests(engine):
     events = list(answer_all(engine, FakeTokenizer(), requests_of(*texts), SamplingParams()))
     answers = {event.index: event for event in events if isinstance(event, Answer)}
     pieces = [event for event in events if isinstance(event, Piece)]
-    assert [piece.index for piece in pieces[:3]] == [0, 1, 2]
+    assert [piece.index for piece in pieces[:4]] == [0, 1, 0, 2]
     for index, text in enumerate(texts):
         mine = [piece for piece in pieces if piece.index == index]
         assert "".join(piece.text for piece in mine) == answers[index].text == text.upper()
-        assert sum((piece.token_ids for piece in mine), ()) == answers[index].token_ids
+        assert sum((piece.token_ids for piece in mine), ()) == answers[index].token_ids[:-1]
+        assert answers[index].token_ids[-1] == EOS
         assert answers[index].prompt == text
         assert answers[index].num_prompt_tokens == len(text.encode())
 
@@ -235,7 +241,17 @@ def test_pieces_join_to_the_answer_for_interleaved_requests(engine):
 def test_what_is_left_of_a_cut_character_is_shown_at_the_end(engine):
     params = SamplingParams(max_tokens=1)
     events = list(answer_all(engine, FakeTokenizer(), requests_of("é"), params))
-    assert [event.text for event in events] == ["", "\ufffd", "\ufffd"]
+    assert [event.text for event in events] == ["\ufffd", "\ufffd"]
+
+
+def test_a_stop_string_cuts_the_answer_and_aborts_the_request(engine):
+    params = SamplingParams(stop=("LO", "W"))
+    events = list(answer_all(engine, FakeTokenizer(), requests_of("hello", "b"), params))
+    answers = {event.index: event for event in events if isinstance(event, Answer)}
+    assert (answers[0].text, answers[0].finish_reason) == ("HEL", "stop")
+    assert answers[0].token_ids == tuple(b"HELLO")
+    assert (answers[1].text, answers[1].token_ids) == ("B", (66, EOS))
+    assert engine.aborted == [101]
 
 
 def test_leaving_early_aborts_what_runs(engine):

@@ -51,6 +51,7 @@ OTHER_VALUES = {
     "frequency_penalty": ("0.5", 0.5),
     "logit_bias": ("5:-100,7:2.5", ((5, -100.0), (7, 2.5))),
     "min_tokens": ("3", 3),
+    "stop": ("a,b", ("a,b",)),
 }
 """For each option: text that differs from its default, and the value it stands for."""
 
@@ -93,6 +94,12 @@ def test_every_launch_option_reaches_the_config(name):
 def test_every_sampling_option_reaches_the_params(name):
     params = make_sampling_params(given(parse(*arguments_of(name)), SAMPLING_OPTIONS))
     assert getattr(params, name) == OTHER_VALUES[name][1] != option_spec(name).default
+
+
+def test_stop_may_be_given_several_times():
+    values = parse("--stop", "a", "--stop", "\n\n")
+    assert make_sampling_params(given(values, SAMPLING_OPTIONS)).stop == ("a", "\n\n")
+    assert "stop" not in given(parse(), SAMPLING_OPTIONS)
 
 
 def test_every_field_with_a_default_is_an_option():
@@ -166,6 +173,8 @@ def test_help_shows_text_choices_and_default():
         (["--min-tokens", "-1"], "--min-tokens -1: must be at least 0"),
         (["--stop-token-ids", "1,x"], "--stop-token-ids 1,x: expected token ids separated by"),
         (["--stop-token-ids", ""], "--stop-token-ids : expected token ids separated by commas"),
+        (["--stop", "a", "--stop", ""], "--stop ('a', ''): expected a tuple of texts that are not"),
+        (["--stop", "\udc80"], "--stop ('\\udc80',): expected a tuple of texts that are not empty"),
     ],
     ids=" ".join,
 )
@@ -213,6 +222,7 @@ def test_a_script_gets_the_same_checks(values, message):
         (SamplingParams(logit_bias={3: 1}), "--logit-bias {3: 1}: expected pairs of a token id"),  # type: ignore[arg-type]
         (SamplingParams(min_tokens=9, max_tokens=8), "--min-tokens 9: must be at most max_tokens"),
         (SamplingParams(seed=2**63), f"--seed {2**63}: must be at least 0 and at most"),
+        (SamplingParams(stop="END"), "--stop 'END': expected a tuple of texts"),  # type: ignore[arg-type]
         (SamplingParams(ignore_eos="yes"), "--ignore-eos 'yes': expected True or False"),  # type: ignore[arg-type]
     ],
     ids=str,
