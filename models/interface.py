@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from unisono.ops.attention import AttentionPlan
 from unisono.ops.comm import Group
 from unisono.ops.dispatch import Ops
 
@@ -37,8 +37,8 @@ class ForwardBatch:
     """[T] int64, of each token in its request."""
     slot_mapping: Tensor
     """[T] int64, block * BLOCK_SIZE + offset: where each token's KV goes."""
-    attention: Mapping[int, AttentionPlan]
-    """By sliding window (0: none), one for each window that the model uses."""
+    attention: Mapping[int, Any]
+    """What `Ops.plan_attention` made, by sliding window (0: none), for each the model uses."""
 
 
 @dataclass(frozen=True, slots=True)

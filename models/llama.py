@@ -36,11 +36,19 @@ class LlamaLayer:
         yield from self.mlp.targets(f"{prefix}mlp.")
 
     def __call__(
-        self, hidden: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, cache: LayerCache
-    ) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        hidden = hidden + self.attention(self.input_norm(hidden), rope, batch, cache)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        self,
+        normed: Tensor,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+        cache: LayerCache,
+    ) -> tuple[Tensor, Tensor]:
+        """The input, normed, and the stream it is of -> what the MLP adds, and the stream.
+
+        All [T, hidden]. The sum is left to the next norm, which reads it anyway.
+        """
+        normed, hidden = self.mlp_norm.add(self.attention(normed, rope, batch, cache), hidden)
+        return self.mlp(normed), hidden
 
 
 class Llama:
@@ -80,9 +88,12 @@ class Llama:
         """Run the step's tokens; return the hidden state after the final norm, [T, hidden]."""
         hidden = self.embed(batch.token_ids)
         rope = self._rope.at(batch.positions)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            hidden = layer(hidden, rope, batch, cache)
-        return self.norm(hidden)
+        normed = self.layers[0].input_norm(hidden)
+        norms = (*(layer.input_norm for layer in self.layers[1:]), self.norm)
+        for layer, cache, norm in zip(self.layers, caches, norms, strict=True):
+            added, hidden = layer(normed, hidden, rope, batch, cache)
+            normed, hidden = norm.add(added, hidden)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> fp32 logits [R, this rank's vocabulary rows]."""

@@ -127,13 +127,6 @@ def paged_attention(
     return rows.index_select(0, plan.output_rows).view(q.shape).to(q.dtype)
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write k, v [T, kv_heads, head_dim] into the caches at block * PAGE + offset [T] int64."""
-    block, offset = slot_mapping // PAGE, slot_mapping % PAGE
-    k_cache[block, :, offset] = k
-    v_cache[block, :, offset] = v
-
-
 @dataclass(frozen=True, slots=True)
 class _Tile:
     """`length` consecutive queries of one row: token `token` of the step, position `position`."""

@@ -25,7 +25,7 @@ from unisono.ops.reference import (
     gumbel,
     norm,
     penalties,
-    rotary,
+    rope_kv,
     sampling,
 )
 
@@ -35,12 +35,13 @@ class Ops:
     """The arithmetic of one device and dtype. Contracts: the docstring of each function."""
 
     pack_linear: Callable[[Tensor], linear.Linear]
+    pack_head: Callable[[Tensor], linear.Linear]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
-    apply_rope: Callable[[Tensor, Tensor, Tensor], Tensor]
+    rope_and_write_kv: Callable[..., Tensor]
     embed_shard: Callable[[Tensor, Tensor, int], Tensor]
-    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    plan_attention: Callable[..., attention.AttentionPlan]
+    plan_attention: Callable[..., Any]
     paged_attention: Callable[..., Tensor]
     argmax_keys: Callable[[Tensor, int, int], Tensor]
     unpack_keys: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -60,13 +61,15 @@ def resolve(device: torch.device, head_dim: int) -> Ops:
     """
     if device.type != "cpu":
         raise ValueError(f"device {device.type!r} has no ops; this version computes on: cpu")
+    proofs: linear.Proofs = {}
     ops = Ops(
-        pack_linear=partial(linear.pack_linear, proofs={}),
+        pack_linear=partial(linear.pack_linear, proofs=proofs),
+        pack_head=partial(linear.pack_head, proofs=proofs),
         rms_norm=norm.rms_norm,
+        add_rms_norm=norm.add_rms_norm,
         silu_and_mul=activation.silu_and_mul,
-        apply_rope=rotary.apply_rope,
+        rope_and_write_kv=rope_kv.rope_and_write_kv,
         embed_shard=embedding.embed_shard,
-        write_kv=attention.write_kv,
         plan_attention=attention.plan_attention,
         paged_attention=partial(
             attention.paged_attention, threads=exactness.attention_threads(head_dim)

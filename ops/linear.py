@@ -38,6 +38,15 @@ def pack_linear(weight: Tensor, proofs: Proofs) -> Linear:
     return ExactLinear(product, weight, proofs.setdefault((weight.shape, weight.dtype), {}))
 
 
+def pack_head(weight: Tensor, proofs: Proofs) -> Linear:
+    """Return the exact product with `weight` [out, in] whose sums are kept: fp32 whatever `x` is.
+
+    The products are those of the dtype of `weight`; nothing is rounded to it afterwards.
+    """
+    product = pack_linear(weight.to(torch.float32), proofs)
+    return lambda x: product(x.to(torch.float32))
+
+
 def packed_product(weight: Tensor) -> Linear:
     """oneDNN over a weight packed once; from two rows up."""
     product = torch.ops.mkldnn._linear_pointwise.default

@@ -33,6 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_STATE] = _Session()
+    if not _cuda_is_there():
+        # Read when a kernel is defined: without a GPU, Triton's interpreter runs it.
+        os.environ["TRITON_INTERPRET"] = "1"
     if importlib.util.find_spec("hypothesis") is not None:
         from hypothesis import settings
 

@@ -22,7 +22,7 @@ from unisono.models.interface import Build
 from unisono.models.layers.mlp import GatedMLP
 from unisono.models.partition import ModelPartition
 from unisono.ops import dispatch
-from unisono.ops.attention import AttentionShape, paged_attention, plan_attention, write_kv
+from unisono.ops.attention import AttentionShape, paged_attention, plan_attention
 from unisono.ops.comm import solo_group
 from unisono.ops.exactness import attention_threads
 from unisono.ops.linear import SMALL_HEIGHTS, ExactLinear, pack_linear, plain_product
@@ -31,6 +31,7 @@ from unisono.ops.reference.embedding import embed_shard
 from unisono.ops.reference.filters import filter_logits
 from unisono.ops.reference.gumbel import add_noise
 from unisono.ops.reference.norm import rms_norm
+from unisono.ops.reference.rope_kv import write_kv
 from unisono.ops.reference.rotary import apply_rope
 from unisono.ops.reference.sampling import argmax_keys
 from unisono.runtime.protocol import SamplingParams

@@ -62,17 +62,17 @@ class Attention:
     ) -> Tensor:
         """[T, hidden] -> [T, hidden]; writes the KV of the tokens into the cache first."""
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
-        turning = heads[:, : self._heads + self._kv_heads]
-        if self._head_norms is not None:
-            turning = self._ops.rms_norm(turning, self._head_norms, self._eps)
-        turned = self._ops.apply_rope(turning, *rope)
-        k, v = turned[:, self._heads :], heads[:, self._heads + self._kv_heads :]
-        self._ops.write_kv(k, v, cache.k, cache.v, batch.slot_mapping)
-        attended = self._ops.paged_attention(
-            turned[:, : self._heads],
+        q = self._ops.rope_and_write_kv(
+            heads,
+            self._heads,
+            self._head_norms,
+            self._eps,
+            *rope,
             cache.k,
             cache.v,
-            batch.attention[self._window],
-            self._scale,
+            batch.slot_mapping,
+        )
+        attended = self._ops.paged_attention(
+            q, cache.k, cache.v, batch.attention[self._window], self._scale
         )
         return self.out(attended.reshape(x.shape[0], -1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from unisono.models.interface import Build
@@ -35,9 +34,9 @@ class VocabParallelHead:
 
     def pack(self, weight: Tensor) -> None:
         """Take the head's rows [shard, hidden], or the embedding's where they are tied."""
-        self._product = self._build.ops.pack_linear(weight.to(torch.float32))
+        self._product = self._build.ops.pack_head(weight)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, shard] fp32."""
         assert self._product is not None, "pack() comes first"
-        return self._product(hidden.to(torch.float32))
+        return self._product(hidden)

@@ -14,7 +14,12 @@ class RMSNorm:
         self.weight = build.empty(width)
         self._eps = eps
         self._norm = build.ops.rms_norm
+        self._add_norm = build.ops.add_rms_norm
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
         return self._norm(x, self.weight, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, width] each -> (norm of x + residual, x + residual)."""
+        return self._add_norm(x, residual, self.weight, self._eps)

@@ -7,6 +7,12 @@ from torch import Tensor
 _SPLIT_FROM = 32768
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (rms_norm of the sum, the sum x + residual rounded to the dtype of `x`)."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y = weight * cast(x32 * rsqrt(mean(x32^2) + eps)), statistics in fp32.
 

@@ -7,9 +7,10 @@ import torch
 
 from tests.closeness import assert_close
 from unisono.ops import attention as paged
-from unisono.ops.attention import AttentionShape, paged_attention, plan_attention, write_kv
+from unisono.ops.attention import AttentionShape, paged_attention, plan_attention
 from unisono.ops.exactness import attention_threads
 from unisono.ops.reference.attention import attention
+from unisono.ops.reference.rope_kv import write_kv
 
 
 def filled(length: int, shape: AttentionShape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
