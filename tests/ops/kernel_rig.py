@@ -15,10 +15,8 @@ DTYPES = (
     else [torch.float32, torch.float16]
 )
 
-
-def on_gpu(*values: object) -> pytest.MarkDecorator:
-    """Parameters that are too large for the interpreter: their tests carry the mark `gpu`."""
-    return pytest.mark.parametrize("case", [pytest.param(v, marks=pytest.mark.gpu) for v in values])
+MARKS = [pytest.mark.gpu] if IS_GPU else []
+"""`pytestmark` of a file of kernel tests: `scripts/test --gpu` runs them compiled."""
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
