@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,10 +17,23 @@ from unisono.ops.dispatch import Ops
 class Build:
     """What every layer is built with: where it lives, how it computes, whom it meets."""
 
-    ops: Ops
+    bare_ops: Ops
     group: Group
     dtype: torch.dtype
     device: torch.device
+    scope: str = ""
+    """Where in the model it is used: "layers.3.attention"."""
+    tap: Callable[[Ops, str], Ops] | None = None
+    """Wraps the ops of a scope, to watch what they return; None: nobody watches."""
+
+    @property
+    def ops(self) -> Ops:
+        """The ops, watched where somebody watches."""
+        return self.bare_ops if self.tap is None else self.tap(self.bare_ops, self.scope)
+
+    def within(self, name: str) -> Build:
+        """The same for a part of the model, whose ops are watched under its name."""
+        return replace(self, scope=f"{self.scope}.{name}" if self.scope else name)
 
     def empty(self, *shape: int) -> Tensor:
         """Uninitialised weights; the ledger proves that they are filled."""

@@ -24,10 +24,13 @@ class LlamaLayer:
 
     def __init__(self, build: Build, partition: ModelPartition, layer: int) -> None:
         config = partition.config
-        self.input_norm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
-        self.attention = Attention(build, partition, layer)
-        self.mlp_norm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(build, partition)
+        build = build.within(f"layers.{layer}")
+        self.input_norm = RMSNorm(
+            build.within("input_norm"), config.hidden_size, config.rms_norm_eps
+        )
+        self.attention = Attention(build.within("attention"), partition, layer)
+        self.mlp_norm = RMSNorm(build.within("mlp_norm"), config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(build.within("mlp"), partition)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield f"{prefix}input_layernorm.weight", self.input_norm.weight
@@ -57,10 +60,12 @@ class Llama:
     def __init__(self, build: Build, partition: ModelPartition, max_model_len: int) -> None:
         config = partition.config
         self.config = config
-        self.embed = VocabParallelEmbedding(build, partition.vocab, config.hidden_size)
+        self.embed = VocabParallelEmbedding(
+            build.within("embed"), partition.vocab, config.hidden_size
+        )
         self.layers = [LlamaLayer(build, partition, i) for i in range(config.num_layers)]
-        self.norm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
-        self.head = VocabParallelHead(build, partition.vocab, config.hidden_size)
+        self.norm = RMSNorm(build.within("norm"), config.hidden_size, config.rms_norm_eps)
+        self.head = VocabParallelHead(build.within("head"), partition.vocab, config.hidden_size)
         self.head_weight: Tensor | None = (
             None if config.tie_word_embeddings else build.empty(*self.head.shape)
         )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from unisono.ops import attention, exactness, linear
+from unisono.ops.comm import Group
 from unisono.ops.reference import (
     activation,
     embedding,
@@ -25,6 +26,7 @@ from unisono.ops.reference import (
     gumbel,
     norm,
     penalties,
+    reduce,
     rope_kv,
     sampling,
 )
@@ -34,13 +36,14 @@ from unisono.ops.reference import (
 class Ops:
     """The arithmetic of one device and dtype. Contracts: the docstring of each function."""
 
-    pack_linear: Callable[[Tensor], linear.Linear]
+    pack_linear: Callable[[Tensor, Tensor | None], linear.Linear]
     pack_head: Callable[[Tensor], linear.Linear]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
     rope_and_write_kv: Callable[..., Tensor]
     embed_shard: Callable[[Tensor, Tensor, int], Tensor]
+    reduce_rows: Callable[[Tensor, Tensor | None, Group], Tensor]
     plan_attention: Callable[..., Any]
     paged_attention: Callable[..., Tensor]
     argmax_keys: Callable[[Tensor, int, int], Tensor]
@@ -70,6 +73,7 @@ def resolve(device: torch.device, head_dim: int) -> Ops:
         silu_and_mul=activation.silu_and_mul,
         rope_and_write_kv=rope_kv.rope_and_write_kv,
         embed_shard=embedding.embed_shard,
+        reduce_rows=reduce.reduce_rows,
         plan_attention=attention.plan_attention,
         paged_attention=partial(
             attention.paged_attention, threads=exactness.attention_threads(head_dim)

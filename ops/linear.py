@@ -23,27 +23,28 @@ TALL_HEIGHTS = (32, 48, 64, 96, 128, 192, 256)
 _HEIGHTS = (*SMALL_HEIGHTS, *TALL_HEIGHTS)
 
 Linear = Callable[[Tensor], Tensor]
-"""x [tokens, in] -> [tokens, out], no bias."""
+"""x [tokens, in] -> [tokens, out]."""
 Proofs = dict[tuple[torch.Size, torch.dtype], dict[int, bool]]
 """By shape and dtype of a weight: which heights keep a row's bits."""
 
 
-def pack_linear(weight: Tensor, proofs: Proofs) -> Linear:
-    """Return the exact product with `weight` [out, in]; the caller may drop `weight` afterwards.
+def pack_linear(weight: Tensor, bias: Tensor | None = None, *, proofs: Proofs) -> Linear:
+    """Return x W^T, rounded, + bias, rounded; the caller may drop `weight` [out, in] afterwards.
 
     `proofs` is shared by the weights of a model: equal shapes are proven once.
     """
     use_onednn = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
     product = packed_product(weight) if use_onednn else plain_product(weight)
-    return ExactLinear(product, weight, proofs.setdefault((weight.shape, weight.dtype), {}))
+    exact = ExactLinear(product, weight, proofs.setdefault((weight.shape, weight.dtype), {}))
+    return exact if bias is None else lambda x: exact(x) + bias
 
 
-def pack_head(weight: Tensor, proofs: Proofs) -> Linear:
+def pack_head(weight: Tensor, *, proofs: Proofs) -> Linear:
     """Return the exact product with `weight` [out, in] whose sums are kept: fp32 whatever `x` is.
 
     The products are those of the dtype of `weight`; nothing is rounded to it afterwards.
     """
-    product = pack_linear(weight.to(torch.float32), proofs)
+    product = pack_linear(weight.to(torch.float32), proofs=proofs)
     return lambda x: product(x.to(torch.float32))
 
 

@@ -66,7 +66,7 @@ def rows_keep_their_bits(name: str, op: Callable[[Tensor], Tensor], x: Tensor) -
 def test_linear(out_features: int, in_features: int, dtype: torch.dtype) -> None:
     weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
     x = torch.randn(300, in_features).to(dtype)
-    rows_keep_their_bits("packed linear", pack_linear(weight, {}), x)
+    rows_keep_their_bits("packed linear", pack_linear(weight, proofs={}), x)
     rows_keep_their_bits("plain linear", ExactLinear(plain_product(weight), weight, {}), x)
 
 

@@ -148,7 +148,7 @@ def _linear_proof(shape: LinearShape) -> LinearProof:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(shape.out_features, shape.in_features, generator=generator).to(dtype)
     proofs: Proofs = {}
-    product = pack_linear(weight, proofs)
+    product = pack_linear(weight, proofs=proofs)
     for height in TALL_HEIGHTS:
         product(torch.zeros(height, shape.in_features, dtype=dtype))
     heights = sorted(proofs[weight.shape, dtype].items())

@@ -29,13 +29,13 @@ class Attention:
         self._window = config.window_of(layer)
         parts = {"q_proj": self._heads, "k_proj": self._kv_heads, "v_proj": self._kv_heads}
         self.qkv = ColumnParallelLinear(
-            build,
+            build.within("qkv"),
             config.hidden_size,
             {name: heads * dim for name, heads in parts.items()},
             config.qkv_bias,
         )
         self.out = RowParallelLinear(
-            build, "o_proj", self._heads * dim, config.hidden_size, config.o_bias
+            build.within("out"), "o_proj", self._heads * dim, config.hidden_size, config.o_bias
         )
         self.q_norm = build.empty(dim) if config.qk_norm else None
         self.k_norm = build.empty(dim) if config.qk_norm else None

@@ -20,7 +20,7 @@ class VocabParallelEmbedding:
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, hidden]."""
         part = self._build.ops.embed_shard(token_ids, self.weight, self.first_id)
-        return self._build.group.all_reduce(part)
+        return self._build.ops.reduce_rows(part, None, self._build.group)
 
 
 class VocabParallelHead:

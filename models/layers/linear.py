@@ -25,13 +25,17 @@ class _Linear:
     def pack(self) -> None:
         """Hand the loaded weight to the device's format and drop the plain copy."""
         assert self.weight is not None
-        self._product = self._build.ops.pack_linear(self.weight)
+        self._product = self._build.ops.pack_linear(self.weight, self._local_bias())
         self.weight = None
 
     def product(self, x: Tensor) -> Tensor:
-        """x W^T of this rank, [T, I] -> [T, O], without bias."""
+        """This rank's product, [T, I] -> [T, O]."""
         assert self._product is not None, "pack() comes first"
         return self._product(x)
+
+    def _local_bias(self) -> Tensor | None:
+        """What is added to this rank's product by itself."""
+        return self.bias
 
 
 class ColumnParallelLinear(_Linear):
@@ -59,8 +63,7 @@ class ColumnParallelLinear(_Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """y_r = x W_r^T + b_r, [T, I] -> [T, O]."""
-        y = self.product(x)
-        return y if self.bias is None else y + self.bias
+        return self.product(x)
 
 
 class RowParallelLinear(_Linear):
@@ -81,5 +84,7 @@ class RowParallelLinear(_Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """y = sum_r x_r W_r^T + b on every rank, [T, I of this rank] -> [T, O]."""
-        y = self._build.group.all_reduce(self.product(x))
-        return y if self.bias is None else y + self.bias
+        return self._build.ops.reduce_rows(self.product(x), self.bias, self._build.group)
+
+    def _local_bias(self) -> Tensor | None:
+        return None

@@ -18,10 +18,13 @@ class GatedMLP:
         config = partition.config
         width = partition.mlp.size(build.group.rank)
         self.gate_up = ColumnParallelLinear(
-            build, config.hidden_size, {"gate_proj": width, "up_proj": width}, config.mlp_bias
+            build.within("gate_up"),
+            config.hidden_size,
+            {"gate_proj": width, "up_proj": width},
+            config.mlp_bias,
         )
         self.down = RowParallelLinear(
-            build, "down_proj", width, config.hidden_size, config.mlp_bias
+            build.within("down"), "down_proj", width, config.hidden_size, config.mlp_bias
         )
         self._activation = build.ops.silu_and_mul
 

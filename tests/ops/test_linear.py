@@ -19,10 +19,10 @@ def test_against_the_formula(
     weight = torch.randn(out_features, in_features).to(dtype)
     x = torch.randn(rows, in_features).to(dtype)
     want = linear(x.double(), weight.double()) if dtype == torch.float32 else linear(x, weight)
-    got = pack_linear(weight, {})(x)
+    got = pack_linear(weight, proofs={})(x)
     assert got.dtype == dtype
     assert_close("linear", got, want, bound)
 
 
 def test_no_rows_give_no_rows() -> None:
-    assert pack_linear(torch.randn(7, 5), {})(torch.empty(0, 5)).shape == (0, 7)
+    assert pack_linear(torch.randn(7, 5), proofs={})(torch.empty(0, 5)).shape == (0, 7)
