@@ -13,8 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 has a new name for it and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _DIGEST_MASK = (1 << 62) - 1
 _KIND = {"all_reduce": 1, "max": 2, "gather": 3}
+
+
+def ordered_sum(parts: Tensor) -> Tensor:
+    """Sum parts [ranks, ...] over the ranks, ascending, in fp32; rounded once to their dtype."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts.dtype)
 
 
 class PeerLost(RuntimeError):
@@ -28,11 +38,18 @@ class Group:
     every rank after every step, or the ranks have run different collectives.
     """
 
-    def __init__(self, rank: int, size: int, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        process_group: dist.ProcessGroup | None,
+        add_parts: Callable[[Tensor], Tensor] = ordered_sum,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.digest = 0
         self._process_group = process_group
+        self._add_parts = add_parts
         self._sequence = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -44,18 +61,14 @@ class Group:
         self._note("all_reduce", x.numel())
         if self.size == 1:
             return x
-        parts = self._gather(x)
-        total = parts[0].float()
-        for part in parts[1:]:
-            total = total + part
-        return total.to(x.dtype)
+        return self._add_parts(self._gather(x))
 
     def max(self, x: Tensor) -> Tensor:
         """Return the elementwise maximum of the int64 tensor `x` over the ranks."""
         self._note("max", x.numel())
         if self.size == 1:
             return x
-        return torch.stack(self._gather(x)).amax(0)
+        return self._gather(x).amax(0)
 
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """Return the columns of all ranks side by side, [rows, sum of widths].
@@ -68,12 +81,15 @@ class Group:
             return x
         padded = x.new_zeros((x.shape[0], widest))
         padded[:, : x.shape[1]] = x
-        parts = self._gather(padded)
+        parts = self._gather(padded).unbind(0)
         return torch.cat([p[:, :w] for p, w in zip(parts, widths, strict=True)], dim=1)
 
-    def _gather(self, x: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._guarded(lambda: dist.all_gather(parts, x.contiguous(), group=self._process_group))
+    def _gather(self, x: Tensor) -> Tensor:
+        """`x` of every rank, [size, ...]."""
+        parts = x.new_empty((self.size, *x.shape))
+        self._guarded(
+            lambda: _all_gather(parts.flatten(0, 1), x.contiguous(), group=self._process_group)
+        )
         return parts
 
     def _guarded(self, collective: Callable[[], object]) -> None:

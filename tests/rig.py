@@ -66,8 +66,8 @@ class ThreadGroup(Group):
         super().__init__(rank, meeting.size, None)
         self.meeting = meeting
 
-    def _gather(self, x: Tensor) -> list[Tensor]:
-        return self.meeting.exchange(self.rank, x.clone())
+    def _gather(self, x: Tensor) -> Tensor:
+        return torch.stack(self.meeting.exchange(self.rank, x.clone()))
 
 
 def run_ranks(size: int, body: Callable[[Group], T]) -> list[T]:
