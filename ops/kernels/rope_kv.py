@@ -39,22 +39,16 @@ def rope_and_write_kv(
     block * block_size + offset, and a negative slot is not written. The rest is contiguous.
     """
     tokens, all_heads, dim = heads.shape
-    kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
+    kv_heads = k_cache.shape[1]
     strides = k_cache.stride()
-    assert heads.is_contiguous()
-    assert cos.is_contiguous()
-    assert sin.is_contiguous()
-    assert k_cache.dtype == heads.dtype
-    assert all_heads == num_heads + 2 * kv_heads
-    assert v_cache.stride() == strides
-    assert strides[3] == 1
-    assert slot_mapping.is_contiguous()
+    assert all_heads == num_heads + 2 * kv_heads, (all_heads, num_heads, kv_heads)
     q = torch.empty((tokens, num_heads, dim), dtype=heads.dtype, device=heads.device)
     norms = heads if head_norms is None else head_norms
-    assert norms.is_contiguous()
-    assert norms.dtype == heads.dtype
     align = row_alignment(dim, heads, norms, q, k_cache, v_cache)
-    assert (strides[0] | strides[1] | strides[2]) * heads.element_size() % align == 0
+    _check(heads, norms, k_cache, v_cache, align)
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    assert slot_mapping.is_contiguous()
     block = triton.next_power_of_2(max(dim, 16))
     rows = max(1, _PROGRAM // block)
     _rope_kernel[(tokens, triton.cdiv(all_heads, rows))](
@@ -72,7 +66,7 @@ def rope_and_write_kv(
         strides[2],
         NUM_HEADS=num_heads,
         KV_HEADS=kv_heads,
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=k_cache.shape[2],
         DIM=dim,
         HALF=cos.shape[-1],
         HAS_NORM=head_norms is not None,
@@ -83,6 +77,16 @@ def rope_and_write_kv(
         enable_fp_fusion=False,
     )
     return q
+
+
+def _check(heads: Tensor, norms: Tensor, k_cache: Tensor, v_cache: Tensor, align: int) -> None:
+    strides = k_cache.stride()
+    assert v_cache.stride() == strides
+    assert strides[3] == 1
+    assert (strides[0] | strides[1] | strides[2]) * heads.element_size() % align == 0
+    assert heads.dtype == norms.dtype == k_cache.dtype == v_cache.dtype
+    assert heads.is_contiguous()
+    assert norms.is_contiguous()
 
 
 @triton.jit(

@@ -53,19 +53,16 @@ def test_specials_and_signed_zeros() -> None:
 
 @pytest.mark.parametrize("dtype", kernel_rig.DTYPES, ids=str)
 @pytest.mark.parametrize("width", [64, 136, 577])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_fused_has_the_bits_of_the_separate_ops(ranks: int, width: int, dtype: torch.dtype) -> None:
     check_fused(ranks, width, 5, dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", kernel_rig.DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1024, 2560, 4096, 5120, 16384])
-def test_fused_has_the_bits_of_the_separate_ops_at_real_widths(
-    width: int, dtype: torch.dtype
-) -> None:
-    for ranks in range(1, 9):
-        check_fused(ranks, width, 33, dtype)
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("width", [1024, 4096, 16384])
+def test_fused_has_the_bits_of_the_separate_ops_at_real_widths(width: int, ranks: int) -> None:
+    check_fused(ranks, width, 33, torch.bfloat16)
 
 
 def check_fused(ranks: int, width: int, tokens: int, dtype: torch.dtype) -> None:
