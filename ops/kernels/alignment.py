@@ -1,0 +1,22 @@
+"""What kernels may assume of where rows begin, said so that a row's bits cannot depend on it.
+
+Triton compiles a kernel anew for pointers that happen to be aligned, with another layout and so
+another order of a row's sum. Kernels that reduce therefore take their pointers unspecialised and
+are told an alignment that follows from the width alone.
+"""
+
+from torch import Tensor
+
+_VECTOR_BYTES = 16
+
+
+def row_alignment(width: int, *tensors: Tensor) -> int:
+    """Bytes that divide the address of every row of `width` elements in `tensors`: 16, or one
+    element where rows cannot keep to 16. All tensors have one dtype.
+    """
+    size = tensors[0].element_size()
+    if width * size % _VECTOR_BYTES:
+        return size
+    for tensor in tensors:
+        assert tensor.data_ptr() % _VECTOR_BYTES == 0, "rows must begin on 16 bytes"
+    return _VECTOR_BYTES

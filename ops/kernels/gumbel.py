@@ -1,0 +1,142 @@
+"""Gumbel noise by counting, on the GPU: the numbers of ops/reference/gumbel.py.
+
+The whole numbers are those of the reference. Their logarithms in fp64 come from another library
+than the CPU's and may differ in the last bit, so the noise of a GPU equals that of a CPU to about
+1e-15 only. On one device an id has one noise, whatever shard, piece or company asks for it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from unisono.ops.kernels.sampling import greatest, key_of, pieces_of
+
+_PIECE = 1024
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MIX_2 = tl.constexpr(0x94D049BB133111EB)
+_UNIT = tl.constexpr(2.0**-52)
+
+
+def add_noise(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, first_id: int
+) -> Tensor:
+    """Return fp32(logits + temperature * noise), [rows, shard] like `logits`.
+
+    logits [rows, shard] fp32 with unit stride in a row, whose column j is vocabulary id
+    first_id + j; temperature [rows] fp64, above 0; seeds and positions [rows] int64, all
+    contiguous. noise = -log(-log(u)) with u = (k + 1/2) / 2^52, k the upper 52 bits of splitmix64.
+    -inf stays -inf and NaN stays NaN.
+    """
+    _check(temperature, seeds, positions)
+    rows, shard, pieces = pieces_of(logits, 0, logits.shape[1], _PIECE)
+    noisy = torch.empty((rows, shard), dtype=torch.float32, device=logits.device)
+    _noise_kernel[(rows, pieces)](
+        logits,
+        logits.stride(0),
+        temperature,
+        seeds,
+        positions,
+        noisy,
+        first_id,
+        shard,
+        WANTS_KEYS=False,
+        PIECE=_PIECE,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return noisy
+
+
+def noisy_argmax_keys(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    first_id: int,
+    num_ids: int,
+) -> Tensor:
+    """`argmax_keys(add_noise(...), first_id, num_ids)` [rows] int64 in one pass over the logits.
+
+    Arguments as in the two; a temperature of 0 is allowed and leaves the row its logits.
+    """
+    _check(temperature, seeds, positions)
+    rows, eligible, pieces = pieces_of(logits, first_id, num_ids, _PIECE)
+    keys = torch.empty((rows, pieces), dtype=torch.int64, device=logits.device)
+    _noise_kernel[(rows, pieces)](
+        logits,
+        logits.stride(0),
+        temperature,
+        seeds,
+        positions,
+        keys,
+        first_id,
+        eligible,
+        WANTS_KEYS=True,
+        PIECE=_PIECE,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return greatest(keys)
+
+
+def _check(temperature: Tensor, seeds: Tensor, positions: Tensor) -> None:
+    assert temperature.dtype == torch.float64
+    assert temperature.is_contiguous()
+    assert seeds.dtype == torch.int64
+    assert seeds.is_contiguous()
+    assert positions.dtype == torch.int64
+    assert positions.is_contiguous()
+
+
+@triton.jit
+def _noise_kernel(
+    logits_ptr: tl.tensor,
+    row_stride: tl.tensor,
+    temperature_ptr: tl.tensor,
+    seeds_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    first_id: tl.tensor,
+    width: tl.tensor,
+    WANTS_KEYS: tl.constexpr,
+    PIECE: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
+    columns = piece * PIECE + tl.arange(0, PIECE)
+    inside = columns < width
+    logits = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=0.0)
+    start = stream_start(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+    bits = stream_bits(start, columns.to(tl.int64) + first_id)
+    uniform = (bits.to(tl.int64).to(tl.float64) + 0.5) * _UNIT
+    noise = -tl.log(-tl.log(uniform))
+    noisy = (logits.to(tl.float64) + tl.load(temperature_ptr + row) * noise).to(tl.float32)
+    if WANTS_KEYS:
+        key = key_of(noisy, columns, inside, first_id)
+        tl.store(out_ptr + row * tl.num_programs(1) + piece, tl.max(key, axis=0))
+    else:
+        tl.store(out_ptr + row * width + columns, noisy, mask=inside)
+
+
+@triton.jit
+def stream_start(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
+    """The state from which a position of a request counts, uint64."""
+    return _mix(_mix(seed.to(tl.uint64) + _GOLDEN) + (position + 1).to(tl.uint64) * _GOLDEN)
+
+
+@triton.jit
+def stream_bits(start: tl.tensor, ids: tl.tensor) -> tl.tensor:
+    """The upper 52 bits of splitmix64 for int64 vocabulary ids, uint64."""
+    return _mix(start + (ids + 1).to(tl.uint64) * _GOLDEN) >> 12
+
+
+@triton.jit
+def _mix(x: tl.tensor) -> tl.tensor:
+    """The finaliser of splitmix64."""
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    return x ^ (x >> 31)

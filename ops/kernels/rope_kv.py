@@ -1,0 +1,173 @@
+"""What becomes of the heads of a layer before attention, on the GPU, in one kernel.
+
+A program takes a few heads of one token. A head is reduced by its own lanes with a layout that
+follows from the width alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from unisono.ops.kernels.alignment import row_alignment
+
+_PROGRAM = 1024
+"""Elements of a program."""
+
+
+def rope_and_write_kv(
+    heads: Tensor,
+    num_heads: int,
+    head_norms: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Norm and rotate q and k, write k and v into the cache, return q [tokens, num_heads, dim].
+
+    heads [tokens, num_heads + 2 * kv_heads, dim]: q, then k, then v. head_norms
+    [num_heads + kv_heads, dim] is the weight of the RMS norm of each head of q and k, or None.
+    cos, sin [tokens, 1, rotary_dim / 2] fp32, rotary_dim at most dim; channels from rotary_dim on
+    pass through. The normalised value, its product with the weight, and the rotation round once
+    each to the dtype of `heads`. Caches [blocks, kv_heads, block_size, dim] of that dtype, of
+    equal strides and unit stride in the last dimension; slot_mapping [tokens] int64 is
+    block * block_size + offset, and a negative slot is not written. The rest is contiguous.
+    """
+    tokens, all_heads, dim = heads.shape
+    kv_heads = k_cache.shape[1]
+    strides = k_cache.stride()
+    assert all_heads == num_heads + 2 * kv_heads, (all_heads, num_heads, kv_heads)
+    q = torch.empty((tokens, num_heads, dim), dtype=heads.dtype, device=heads.device)
+    norms = heads if head_norms is None else head_norms
+    align = row_alignment(dim, heads, norms, q, k_cache, v_cache)
+    _check(heads, norms, k_cache, v_cache, align)
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    assert slot_mapping.is_contiguous()
+    block = triton.next_power_of_2(max(dim, 16))
+    rows = max(1, _PROGRAM // block)
+    _rope_kernel[(tokens, triton.cdiv(all_heads, rows))](
+        heads,
+        norms,
+        cos,
+        sin,
+        q,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        eps,
+        strides[0],
+        strides[1],
+        strides[2],
+        NUM_HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        BLOCK_SIZE=k_cache.shape[2],
+        DIM=dim,
+        HALF=cos.shape[-1],
+        HAS_NORM=head_norms is not None,
+        ALIGN=align,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return q
+
+
+def _check(heads: Tensor, norms: Tensor, k_cache: Tensor, v_cache: Tensor, align: int) -> None:
+    strides = k_cache.stride()
+    assert v_cache.stride() == strides
+    assert strides[3] == 1
+    assert (strides[0] | strides[1] | strides[2]) * heads.element_size() % align == 0
+    assert heads.dtype == norms.dtype == k_cache.dtype == v_cache.dtype
+    assert heads.is_contiguous()
+    assert norms.is_contiguous()
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads_ptr",
+        "norms_ptr",
+        "cos_ptr",
+        "sin_ptr",
+        "q_ptr",
+        "k_cache_ptr",
+        "v_cache_ptr",
+        "slots_ptr",
+        "block_stride",
+        "head_stride",
+        "token_stride",
+    ]
+)
+def _rope_kernel(
+    heads_ptr: tl.tensor,
+    norms_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    q_ptr: tl.tensor,
+    k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    eps: tl.tensor,
+    block_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    TURNING: tl.constexpr = NUM_HEADS + KV_HEADS
+    dtype = q_ptr.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)[None, :]
+    in_row = columns < DIM
+    inside = (head < TURNING + KV_HEADS)[:, None] & in_row
+    turns = (head < TURNING)[:, None] & (columns < 2 * HALF)
+    partner = tl.where(columns < HALF, columns + HALF, columns - HALF)
+
+    start = tl.multiple_of(heads_ptr + (token * (TURNING + KV_HEADS) + head) * DIM, ALIGN)
+    raw = tl.load(start[:, None] + columns, mask=inside, other=0.0)
+    x = raw.to(tl.float32)
+    # The other channel of each pair; it comes out of the cache of the first load.
+    other = tl.load(start[:, None] + partner, mask=turns, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / DIM + eps)
+        weight_ptr = tl.multiple_of(norms_ptr + head * DIM, ALIGN)[:, None]
+        has_weight = (head < TURNING)[:, None] & in_row
+        weight = tl.load(weight_ptr + columns, mask=has_weight, other=0.0).to(tl.float32)
+        other_weight = tl.load(weight_ptr + partner, mask=turns, other=0.0).to(tl.float32)
+        x = ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        other = (other * scale).to(dtype).to(tl.float32) * other_weight
+        other = other.to(dtype).to(tl.float32)
+    angle = token * HALF + tl.where(columns < HALF, columns, columns - HALF)
+    in_rotation = columns < 2 * HALF
+    cos = tl.load(cos_ptr + angle, mask=in_rotation, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=in_rotation, other=0.0)
+    first = x * cos - other * sin
+    second = x * cos + other * sin
+    turned = tl.where(turns, tl.where(columns < HALF, first, second), x).to(dtype)
+
+    q_start = tl.multiple_of(q_ptr + (token * NUM_HEADS + head) * DIM, ALIGN)
+    tl.store(q_start[:, None] + columns, turned, mask=(head < NUM_HEADS)[:, None] & in_row)
+    slot = tl.load(slots_ptr + token)
+    offset = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * token_stride
+    is_k = (head >= NUM_HEADS) & (head < TURNING) & (slot >= 0)
+    is_v = (head >= TURNING) & (head < TURNING + KV_HEADS) & (slot >= 0)
+    k_head = (head - NUM_HEADS).to(tl.int64) * head_stride
+    v_head = (head - TURNING).to(tl.int64) * head_stride
+    k_start = tl.multiple_of(k_cache_ptr + offset + k_head, ALIGN)
+    v_start = tl.multiple_of(v_cache_ptr + offset + v_head, ALIGN)
+    tl.store(k_start[:, None] + columns, turned, mask=is_k[:, None] & in_row)
+    tl.store(v_start[:, None] + columns, raw, mask=is_v[:, None] & in_row)

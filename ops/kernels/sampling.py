@@ -1,0 +1,95 @@
+"""Vocabulary-parallel arg-max on the GPU: the packed keys of ops/reference/sampling.py, bit by bit.
+
+Many programs take a piece of a row each and leave the greatest key of it; a second kernel takes the
+greatest of those. Keys are whole numbers, so that no cut can change the answer.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LEAST_KEY = tl.constexpr(-(1 << 63))
+_ID_BITS = tl.constexpr(31)
+_ID_MASK = tl.constexpr((1 << 31) - 1)
+_NAN_ORDER = tl.constexpr(0x7FFF_FFFF)
+_PIECE = 2048
+
+
+def argmax_keys(logits: Tensor, first_id: int, num_ids: int) -> Tensor:
+    """One int64 key a row: greater for a greater logit, on ties for a lower id.
+
+    logits [rows, shard] fp32 with unit stride in a row, whose column j is vocabulary id
+    first_id + j; ids >= num_ids are never chosen. The key is (order-preserving bits of the fp32
+    value) << 31 | ~id, so the maximum of the keys of all shards is the answer. A shard with no
+    eligible id gives the least key. NaN orders above +inf and is found by `unpack_keys`.
+    """
+    rows, eligible, pieces = pieces_of(logits, first_id, num_ids, _PIECE)
+    keys = torch.empty((rows, pieces), dtype=torch.int64, device=logits.device)
+    _piece_kernel[(rows, pieces)](
+        logits, logits.stride(0), keys, first_id, eligible, PIECE=_PIECE, num_warps=4
+    )
+    return greatest(keys)
+
+
+def pieces_of(logits: Tensor, first_id: int, num_ids: int, piece: int) -> tuple[int, int, int]:
+    """Rows, eligible columns, and the pieces of a row (one even where nothing is eligible)."""
+    assert logits.dtype == torch.float32
+    assert logits.stride(1) == 1
+    rows, shard = logits.shape
+    eligible = min(shard, max(num_ids - first_id, 0))
+    return rows, eligible, max(1, triton.cdiv(eligible, piece))
+
+
+def greatest(keys: Tensor) -> Tensor:
+    """The greatest key of each row of `keys` [rows, pieces], contiguous -> [rows]."""
+    rows, pieces = keys.shape
+    if pieces == 1:
+        return keys[:, 0]
+    best = torch.empty((rows,), dtype=torch.int64, device=keys.device)
+    block = triton.next_power_of_2(pieces)
+    _greatest_kernel[(rows,)](keys, best, pieces, BLOCK=block, num_warps=4 if block > 128 else 1)
+    return best
+
+
+@triton.jit
+def _piece_kernel(
+    logits_ptr: tl.tensor,
+    row_stride: tl.tensor,
+    keys_ptr: tl.tensor,
+    first_id: tl.tensor,
+    eligible: tl.tensor,
+    PIECE: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
+    columns = piece * PIECE + tl.arange(0, PIECE)
+    inside = columns < eligible
+    logits = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=0.0)
+    key = key_of(logits, columns, inside, first_id)
+    tl.store(keys_ptr + row * tl.num_programs(1) + piece, tl.max(key, axis=0))
+
+
+@triton.jit
+def key_of(
+    logits: tl.tensor, columns: tl.tensor, inside: tl.tensor, first_id: tl.tensor
+) -> tl.tensor:
+    """The key of each fp32 logit, and the least one where not `inside`."""
+    # -0.0 and 0.0 are equal as logits and must be equal as keys.
+    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFF_FFFF, bits)
+    ordered = tl.where(logits != logits, _NAN_ORDER, ordered)
+    lowest = _ID_MASK - (columns.to(tl.int64) + first_id)
+    return tl.where(inside, (ordered.to(tl.int64) << _ID_BITS) | lowest, LEAST_KEY)
+
+
+@triton.jit
+def _greatest_kernel(
+    keys_ptr: tl.tensor, best_ptr: tl.tensor, pieces: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, BLOCK)
+    keys = tl.load(keys_ptr + row * pieces + places, mask=places < pieces, other=LEAST_KEY)
+    tl.store(best_ptr + row, tl.max(keys, axis=0))
