@@ -1,0 +1,372 @@
+"""Paged attention on a GPU: the plan of a step, and which kernel serves which of its rows.
+
+Rows with few queries (decoding, verification of drafts) go to `attention_decode`, the others to
+`attention_prefill`; both write into one output. The definition that makes their bits equal is in
+`attention_tiles`. Launch settings below follow from widths and from the number of tiles; none of
+them changes bits. Reference: `ops/reference/attention.py`.
+
+A record is five int32 numbers, kept as the columns of a [5, records] tensor: row of the block
+table, first token in the step, position of that token, number of tokens, first partial in the
+scratch of the decode kernel. A kernel cuts a record into tiles of as many tokens as it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.ops.attention import PAGE, AttentionShape
+from unisono.ops.kernels.attention_decode import decode_kernel, merge_kernel
+from unisono.ops.kernels.attention_prefill import prefill_kernel
+
+SPLIT = 512
+"""Keys of a split; its borders are absolute positions."""
+FEW = 16
+"""Most queries of a row that the decode kernel takes."""
+LOG2_E = 1.4426950408889634
+_RUN_ROWS = 128
+"""Rows (tokens x query heads of a KV head) of a run: those of the tallest tile."""
+_MERGE_HEIGHT = 8
+"""Most rows that a program of the merge kernel takes."""
+_FIELDS = 5
+_FEW_PROGRAMS = 132
+"""Up to here every program has a multiprocessor to itself and may fill its shared memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewQueries:
+    """Rows for the decode kernel, and upper bounds of what their records say on the device."""
+
+    records: Tensor  # [5, rows] int32 on the device
+    longest: int
+    """Most queries of a row."""
+    num_splits: int
+    """Most splits that a row sees keys of."""
+    num_partials: int
+    """Splits that the rows see keys of, all rows together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManyQueries:
+    """Rows for the prefill kernel, cut into equal runs of tokens, the last of a row shorter."""
+
+    records: Tensor  # [5, runs] int32 on the device
+    longest: int
+    """Tokens of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """What the layers of one step share; made once a step for each window in use."""
+
+    shape: AttentionShape
+    block_table: Tensor  # [rows, blocks] int64
+    window: int
+    few: FewQueries | None
+    many: ManyQueries | None
+
+
+class Launch(NamedTuple):
+    """How a kernel is compiled: none of it changes bits."""
+
+    height: int
+    warps: int
+    stages: int
+
+
+def plan_attention(
+    shape: AttentionShape,
+    starts: Sequence[int],
+    counts: Sequence[int],
+    block_table: Tensor,
+    window: int = 0,
+) -> AttentionPlan:
+    """Lay out the rows of a step: row i has queries at positions [starts[i], starts[i]+counts[i]).
+
+    block_table [rows, blocks] int64 on the device of the cache: the block of each page of the
+    row's request; entries past the row's last key are not read. The keys of the step itself are
+    already in the cache. `window` as in the reference. Copies one int32 tensor to the device.
+    """
+    few: list[_Row] = []
+    many: list[_Row] = []
+    run = max(1, _RUN_ROWS // shape.group)
+    token = 0
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        if 0 < count <= FEW:
+            few.append(_Row(row, token, start, count))
+        else:
+            many += (
+                _Row(row, token + first, start + first, min(run, count - first))
+                for first in range(0, count, run)
+            )
+        token += count
+    # Long runs first: the short ones fill the gaps at the end.
+    many.sort(key=lambda row: -row.start)
+    spans = [_num_splits(row.start, row.count, window) for row in few]
+    packed = _records(few, spans) + _records(many, [0] * len(many))
+    records = torch.tensor(packed, dtype=torch.int32).to(block_table.device, non_blocking=True)
+    border = _FIELDS * len(few)
+    few_queries = many_queries = None
+    if few:
+        few_queries = FewQueries(
+            records=records[:border].view(_FIELDS, -1),
+            longest=max(row.count for row in few),
+            num_splits=max(spans),
+            num_partials=sum(spans),
+        )
+    if many:
+        many_queries = ManyQueries(records=records[border:].view(_FIELDS, -1), longest=run)
+    return AttentionPlan(
+        shape=shape, block_table=block_table, window=window, few=few_queries, many=many_queries
+    )
+
+
+def plan_decode_on_device(
+    shape: AttentionShape,
+    starts: Tensor,
+    counts: Tensor,
+    block_table: Tensor,
+    *,
+    max_count: int,
+    max_keys: int,
+    window: int = 0,
+) -> AttentionPlan:
+    """Plan a step of few queries a row whose lengths only the device knows.
+
+    starts, counts [rows] integers on the device; row i owns the tokens [i * max_count,
+    (i + 1) * max_count) of the step and has queries in the first counts[i] of them (none: its
+    outputs are left unwritten). starts[i] + counts[i] <= max_keys and counts[i] <= max_count <=
+    FEW. Makes device tensors only, so it can be captured with the launches that use it.
+    """
+    assert 1 <= max_count <= FEW, f"{max_count} queries a row are not few"
+    rows = starts.shape[0]
+    num_splits = -(-max_keys // SPLIT)
+    if window:
+        num_splits = min(num_splits, (max_count + window - 3) // SPLIT + 2)
+    order = torch.arange(rows, dtype=torch.int32, device=starts.device)
+    records = torch.stack(
+        (order, order * max_count, starts.int(), counts.int(), order * num_splits)
+    )
+    few = FewQueries(
+        records=records,
+        longest=max_count,
+        num_splits=num_splits,
+        num_partials=rows * num_splits,
+    )
+    return AttentionPlan(shape=shape, block_table=block_table, window=window, few=few, many=None)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """Attention of the step's queries over the paged cache.
+
+    q [T, heads, head_dim], heads of a token contiguous; caches [blocks, kv_heads, PAGE, head_dim]
+    contiguous, of the dtype of q. `scale` > 0. slopes [heads] fp32 as in the reference. Returns
+    [T, heads, head_dim] in the dtype of q. Keys no query of the step sees may hold anything.
+    """
+    shape = plan.shape
+    assert q.dtype == k_cache.dtype == v_cache.dtype
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
+    assert k_cache.shape[1:] == (shape.num_kv_heads, PAGE, shape.head_dim)
+    assert scale > 0
+    if q.stride(2) != 1 or q.stride(1) != shape.head_dim:
+        q = q.contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if plan.few is not None:
+        _run_decode(out, q, k_cache, v_cache, plan, plan.few, scale * LOG2_E, slopes)
+    if plan.many is not None:
+        _run_prefill(out, q, k_cache, v_cache, plan, plan.many, scale * LOG2_E, slopes)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """`count` queries from position `start` on: those of a request, or some of them."""
+
+    row: int
+    token: int
+    start: int
+    count: int
+
+
+def _run_decode(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: AttentionPlan,
+    few: FewQueries,
+    scale: float,
+    slopes: Tensor | None,
+) -> None:
+    shape, kv_heads, num_records = plan.shape, plan.shape.num_kv_heads, few.records.shape[1]
+    programs = num_records * kv_heads * few.num_splits
+    launch = _decode_launch(shape, q.dtype, few.longest, programs)
+    per_tile = launch.height // shape.group
+    tiles_per_record = -(-few.longest // per_tile)
+    rows = min(per_tile, few.longest) * shape.group
+    direct = few.num_splits == 1
+    sums = partials = out
+    if not direct:
+        size = few.num_partials * tiles_per_record * kv_heads * rows
+        sums = torch.empty(size, 2, dtype=torch.float32, device=q.device)
+        partials = torch.empty(size, shape.head_dim, dtype=torch.float32, device=q.device)
+    common = _common(plan, per_tile)
+    num_tiles = num_records * tiles_per_record
+    decode_kernel[(num_tiles, kv_heads, few.num_splits)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        sums,
+        partials,
+        few.records,
+        plan.block_table,
+        out if slopes is None else slopes,
+        scale,
+        q.stride(0),
+        k_cache.stride(0),
+        plan.block_table.stride(0),
+        num_records,
+        tiles_per_record,
+        rows,
+        BLOCK_M=launch.height,
+        ALIBI=slopes is not None,
+        DIRECT=direct,
+        PRECISION=_precision(q.dtype),
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+        **common,
+    )
+    if direct:
+        return
+    height = min(_MERGE_HEIGHT, _power_of_two(rows))
+    merge_kernel[(num_tiles, kv_heads, -(-rows // height))](
+        out,
+        sums,
+        partials,
+        few.records,
+        num_records,
+        tiles_per_record,
+        rows,
+        HEIGHT=height,
+        num_warps=min(4, height),
+        **common,
+    )
+
+
+def _run_prefill(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: AttentionPlan,
+    many: ManyQueries,
+    scale: float,
+    slopes: Tensor | None,
+) -> None:
+    shape, kv_heads, num_records = plan.shape, plan.shape.num_kv_heads, many.records.shape[1]
+    launch = _prefill_launch(shape, q.dtype, num_records * kv_heads)
+    per_tile = launch.height // shape.group
+    tiles_per_record = -(-many.longest // per_tile)
+    prefill_kernel[(num_records * tiles_per_record, kv_heads)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        many.records,
+        plan.block_table,
+        out if slopes is None else slopes,
+        scale,
+        q.stride(0),
+        k_cache.stride(0),
+        plan.block_table.stride(0),
+        num_records,
+        tiles_per_record,
+        BLOCK_M=launch.height,
+        ALIBI=slopes is not None,
+        PRECISION=_precision(q.dtype),
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+        **_common(plan, per_tile),
+    )
+
+
+def _common(plan: AttentionPlan, per_tile: int) -> dict[str, Any]:
+    """Compile-time arguments of all kernels."""
+    return {
+        "GROUP": plan.shape.group,
+        "PER_TILE": per_tile,
+        "DIM": plan.shape.head_dim,
+        "DIM_PAD": max(16, _power_of_two(plan.shape.head_dim)),
+        "WINDOW": plan.window,
+    }
+
+
+def _decode_launch(
+    shape: AttentionShape, dtype: torch.dtype, longest: int, programs: int
+) -> Launch:
+    """For rows of up to `longest` tokens; no taller than they fill, and than registers hold."""
+    dim = shape.head_dim
+    tallest = 16 if dtype == torch.float32 else 64
+    height = max(16, _power_of_two(min(longest * shape.group, tallest)))
+    height = max(height, _power_of_two(shape.group))
+    if dtype == torch.float32:
+        return Launch(height, 4 if dim <= 64 else 8, 1)
+    # A stage is a tile of keys and one of values: 32 KB at 128 channels, of the 227 KB there are.
+    deep = 6 if dim <= 64 else 5 if dim <= 128 else 2
+    return Launch(height, 4, deep if programs <= _FEW_PROGRAMS else min(deep, 3))
+
+
+def _prefill_launch(shape: AttentionShape, dtype: torch.dtype, programs: int) -> Launch:
+    """Two fp32 accumulators of [height, head_dim] must fit the registers of the warps."""
+    dim = shape.head_dim
+    if dtype == torch.float32:
+        launch = Launch(16, 4, 1) if dim <= 64 else Launch(32 if dim <= 128 else 16, 8, 1)
+    elif dim > 128:
+        launch = Launch(64, 8, 2)
+    elif programs <= _FEW_PROGRAMS:
+        launch = Launch(64, 4, 3)
+    else:
+        launch = Launch(128, 8, 3)
+    return launch._replace(height=max(launch.height, _power_of_two(shape.group)))
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def _num_splits(start: int, count: int, window: int) -> int:
+    """Splits with keys that some of the row's queries see."""
+    first = max(start - window + 1, 0) // SPLIT if window else 0
+    return (start + count - 1) // SPLIT - first + 1
+
+
+def _records(rows: list[_Row], spans: list[int]) -> list[int]:
+    """The five columns, one after the other."""
+    partials = [0]
+    for span in spans[:-1]:
+        partials.append(partials[-1] + span)
+    return [
+        *(row.row for row in rows),
+        *(row.token for row in rows),
+        *(row.start for row in rows),
+        *(row.count for row in rows),
+        *partials[: len(rows)],
+    ]
+
+
+def _power_of_two(value: int) -> int:
+    """Smallest power of two that is not less than `value`."""
+    return 1 << (value - 1).bit_length()
