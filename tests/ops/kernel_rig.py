@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,3 +24,38 @@ MARKS = [pytest.mark.gpu] if IS_GPU else []
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
     """NaN everywhere: what a kernel does not write shows, and what it should not read spreads."""
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def assert_same_rows(name: str, got: Tensor, want: Tensor) -> None:
+    """Equal bits, compared where the tensors lie: they may be large."""
+    assert got.dtype == want.dtype, f"{name}: dtype {got.dtype}, expected {want.dtype}"
+    assert got.shape == want.shape, f"{name}: shape {list(got.shape)}, expected {list(want.shape)}"
+    bits = {2: torch.int16, 4: torch.int32}[got.element_size()]
+    differs = got.contiguous().view(bits) != want.contiguous().view(bits)
+    if not bool(differs.any()):
+        return
+    rows = differs.any(1).nonzero().flatten().tolist()
+    raise AssertionError(
+        f"{name}: {int(differs.sum())} of {got.numel()} elements differ, in {len(rows)} rows from "
+        f"{rows[:8]}; largest by {float((got.float() - want.float()).abs().max()):.3e}"
+    )
+
+
+def _let_loops_count() -> None:
+    """Have the interpreter take a kernel's argument as the bound of a loop under NumPy 2.4 too.
+
+    It calls `int` on an array of one element, which NumPy no longer allows.
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_and_mend
+
+
+if not IS_GPU:
+    _let_loops_count()
