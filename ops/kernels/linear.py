@@ -237,17 +237,20 @@ def _judge(weight: Tensor, out_dtype: torch.dtype) -> Verdict:
     if weight.device.type != "cuda":
         return verdict(tall="tiled", reason=f"cuBLASLt does not compute on {weight.device.type}")
     forbid_split_k()
-    probed = list(_probed_rows(num_outputs))
-    generator = torch.Generator(weight.device).manual_seed(0)
-    x = torch.randn(probed[-1], num_inputs, generator=generator, device=weight.device)
-    x = x.to(weight.dtype)
-    tiles = {
+    probed = list(_probed_rows(num_outputs, weight.dtype))
+    x = torch.randn(
+        probed[-1],
+        num_inputs,
+        dtype=weight.dtype,
+        device=weight.device,
+        generator=torch.Generator(weight.device).manual_seed(0),
+    )
+    first, *others = [
         *(narrow_tile(num_outputs, num_inputs, height, weight.dtype) for height in HEIGHTS),
         *(tall_tile(rows, weight.dtype) for rows in (BORDER, _PROBED_ALWAYS)),
-    }
-    first = narrow_tile(num_outputs, num_inputs, HEIGHTS[0], weight.dtype)
+    ]
     want = ordered_product(x, weight, out_dtype, first)
-    for tile in tiles - {first}:
+    for tile in others:
         got = ordered_product(x[:_PROBED_ALWAYS], weight, out_dtype, tile)
         if not _same_bits(got, want):
             return verdict(tall="one tile", reason=f"{tile} differs from {first}")
@@ -261,9 +264,10 @@ def _judge(weight: Tensor, out_dtype: torch.dtype) -> Verdict:
     return verdict(tall="cublaslt", reason=f"same bits at {len(probed)} row counts")
 
 
-def _probed_rows(num_outputs: int) -> Iterator[int]:
+def _probed_rows(num_outputs: int, dtype: torch.dtype) -> Iterator[int]:
     for rows in PROBED_ROWS:
-        if rows <= _PROBED_ALWAYS or rows * num_outputs <= _PROBED_ELEMENTS:
+        affordable = dtype != torch.float32 and rows * num_outputs <= _PROBED_ELEMENTS
+        if rows <= _PROBED_ALWAYS or affordable:
             yield rows
 
 
