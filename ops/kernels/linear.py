@@ -170,8 +170,8 @@ def _ordered_kernel(
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
 ) -> None:
-    """One tile of x W^T. The weight is the M side of the product, whose least height is 16 to the
-    N side's 8; only a tile of 8 outputs has them the other way round.
+    """One tile of x W^T. Its longer side is the M side of the product: the tensor core takes 16
+    of M, or 64 for `wgmma`, and 8 of N.
     """
     i_tile = tl.program_id(0)
     tiles_o = tl.cdiv(num_outputs, BLOCK_O)
@@ -190,7 +190,7 @@ def _ordered_kernel(
     p_weight = weight_ptr + o_o[:, None] * num_inputs + o_k[None, :]
     p_x = x_ptr + o_r[:, None] * num_inputs + o_k[None, :]
 
-    if BLOCK_O < 16:
+    if BLOCK_R > BLOCK_O:
         b_sum = tl.zeros((BLOCK_R, BLOCK_O), dtype=tl.float32)
     else:
         b_sum = tl.zeros((BLOCK_O, BLOCK_R), dtype=tl.float32)
@@ -204,14 +204,14 @@ def _ordered_kernel(
             m_x = m_r[:, None] & m_k
         b_weight = tl.load(p_weight, mask=m_weight, other=0.0)
         b_x = tl.load(p_x, mask=m_x, other=0.0)
-        if BLOCK_O < 16:
+        if BLOCK_R > BLOCK_O:
             b_sum = tl.dot(b_x, tl.trans(b_weight), b_sum, input_precision="ieee")
         else:
             b_sum = tl.dot(b_weight, tl.trans(b_x), b_sum, input_precision="ieee")
         p_weight += BLOCK_K
         p_x += BLOCK_K
 
-    if BLOCK_O >= 16:
+    if BLOCK_O >= BLOCK_R:
         b_sum = tl.trans(b_sum)
     p_out = out_ptr + o_r[:, None] * num_outputs + o_o[None, :]
     tl.store(p_out, b_sum.to(out_ptr.dtype.element_ty), mask=m_r[:, None] & m_o[None, :])

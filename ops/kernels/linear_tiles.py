@@ -37,10 +37,12 @@ class Tile:
     def shared_bytes(self, item_size: int) -> int:
         """Bytes of shared memory that its stages fill, for operands of `item_size` bytes.
 
-        A `wgmma` (64 outputs and more) still reads its stage while the next ones are loaded, so
-        it needs a buffer more than an `mma`, which has its operands in registers by then.
+        A `wgmma` (from 64 by 16 up) still reads its stage while the next are loaded, so it needs
+        a buffer more than an `mma`, which has its operands in registers by then.
         """
-        buffers = self.stages if self.outputs >= 64 and item_size == 2 else self.stages - 1
+        low, high = sorted((self.outputs, self.rows))
+        is_wgmma = item_size == 2 and low >= 16 and high >= 64
+        buffers = self.stages if is_wgmma else self.stages - 1
         return buffers * (self.outputs + self.rows) * self.depth * item_size
 
 
@@ -64,8 +66,8 @@ _NARROW: dict[int, tuple[tuple[int, int, Tile], ...]] = {
         (_ANY, _ANY, _tile(64, 32, 128, 4, 4)),
     ),
     64: (
-        (2112, _ANY, _tile(16, 64, 128, 4, 6)),
-        (8448, _ANY, _tile(32, 64, 128, 4, 5)),
+        (2112, _ANY, _tile(16, 64, 128, 4, 5)),
+        (8448, _ANY, _tile(32, 64, 128, 4, 4)),
         (_ANY, _ANY, _tile(64, 64, 128, 4, 3)),
     ),
 }
