@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -35,6 +36,7 @@ ROWS_OF_ALL_TILES = (1, 16, 32, 63)
 COLD_BYTES = 160 << 20
 """Bytes that pass between two reads of a weight: three times the cache of an H200."""
 KEPT = 3
+ROW_COST = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,9 @@ def main() -> int:
     print(f"{len(shapes)} shapes; tiles compiled, {deadline - time.monotonic():.0f} s left")
     with torch.cuda.stream(torch.cuda.Stream()):
         figures = measure(shapes, deadline)
+    figures["tables"] = {height: suggested_table(figures["entries"], height) for height in HEIGHTS}
+    for height, table in figures["tables"].items():
+        print(f"{height}: (\n" + "".join(f"    {row}\n" for row in table) + ")")
     asked.result.write_text(json.dumps(figures))
     print(f"{len(figures['entries'])} entries, {len(figures['unequal'])} unequal: {asked.result}")
     return 1 if figures["unequal"] else 0
@@ -195,6 +200,32 @@ def measure_shape(shape: Shape, buffer: Tensor) -> tuple[list[dict[str, Any]], l
     return entries, unequal
 
 
+def suggested_table(entries: list[dict[str, Any]], height: int) -> list[str]:
+    """Rows for the table of a height: ranges of outputs, each with the tile that loses least.
+
+    Losses are logarithms of times over the best time, summed; a row must earn `ROW_COST` of them.
+    """
+    losses: dict[int, dict[Tile, list[float]]] = {}
+    for entry in entries:
+        if entry["rows"] in ROWS_OF_ALL_TILES and height_of(entry["rows"]) == height:
+            of_tile = losses.setdefault(entry["outputs"], {})
+            for timed in entry["times"]:
+                tile = Tile(**{key: timed[key] for key in entry["best"]})
+                loss = math.log(timed["us"] / entry["best_us"])
+                of_tile.setdefault(tile, []).append(loss)
+    outputs = sorted(losses)
+    # best[i]: the least loss of the first i widths, and the rows that give it.
+    best: list[tuple[float, list[str]]] = [(0.0, [])]
+    for stop in range(1, len(outputs) + 1):
+        ways = []
+        most = str(outputs[stop - 1]) if stop < len(outputs) else "_ANY"
+        for start in range(stop):
+            loss, row = _row([losses[width] for width in outputs[start:stop]], most)
+            ways.append((best[start][0] + loss + ROW_COST, [*best[start][1], row]))
+        best.append(min(ways))
+    return best[-1][1]
+
+
 def time_default(shape: Shape, rows: int, buffer: Tensor) -> float:
     """Microseconds of torch's own product, as torch comes."""
     x = torch.randn(rows, shape.inputs, dtype=torch.bfloat16, device="cuda")
@@ -227,6 +258,18 @@ def copy_tb_s(buffer: Tensor) -> float:
     half = buffer[: len(buffer) // 2]
     other = torch.empty_like(half)
     return 2 * half.nbytes / time_us(other.copy_, [half] * 4) / 1e6
+
+
+def _row(losses: list[dict[Tile, list[float]]], most_outputs: str) -> tuple[float, str]:
+    """The tile that loses least over some widths, as a row of the table; infinite if none fits."""
+    common = set.intersection(*(set(of_tile) for of_tile in losses))
+    if not common:
+        return math.inf, ""
+    summed = {tile: sum(sum(of_tile[tile]) for of_tile in losses) for tile in common}
+    tile = min(common, key=lambda tile: (summed[tile], str(tile)))
+    worst = math.exp(max(max(of_tile[tile]) for of_tile in losses))
+    sizes = f"{tile.outputs}, {tile.rows}, {tile.depth}, {tile.warps}, {tile.stages}"
+    return summed[tile], f"({most_outputs}, _ANY, _tile({sizes})),  # worst {worst:.2f} of the best"
 
 
 def _weights(sizes: Sizes, ranks: int) -> Iterator[tuple[str, int, int]]:

@@ -72,6 +72,16 @@ def test_every_tile_gives_the_same_bits(
             assert_same_rows(str(tile), got, want.to(out_dtype))
 
 
+@pytest.mark.usefixtures("nan_filled_empty")
+def test_every_place_of_a_grid_of_many_tiles_is_computed_once() -> None:
+    """More row tiles than are computed together, and neither side a multiple of its tile."""
+    weight, x = _values(50, 40, torch.float16), _values(150, 40, torch.float16)
+    tile = Tile(outputs=16, rows=16, depth=64, warps=4, stages=3)
+    want = torch.cat([ordered_product(part, weight, torch.float32, tile) for part in x.split(16)])
+    assert_same_rows("150 rows", ordered_product(x, weight, torch.float32, tile), want)
+    assert_close("150 rows", want, x.double() @ weight.double().T, SUM_BOUND)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("nan_filled_empty")
 def test_a_row_keeps_its_bits_alone_in_company_and_at_every_border(dtype: torch.dtype) -> None:
