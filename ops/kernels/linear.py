@@ -10,6 +10,7 @@ the same bits. In fp32 cuBLAS follows no order that could be named, and the kern
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -63,7 +64,10 @@ Verdicts = dict[tuple[torch.Size, torch.dtype, torch.dtype], Verdict]
 
 def forbid_split_k() -> None:
     """Have every matrix product of this process go to cuBLASLt, and none split its sums."""
-    torch.backends.cuda.preferred_blas_library("cublaslt")
+    with warnings.catch_warnings():
+        # That the choice is experimental: what it computes is proven for every weight.
+        warnings.filterwarnings("ignore", message="torch.backends.cuda.preferred_blas_library")
+        torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
 

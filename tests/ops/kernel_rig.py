@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -39,6 +41,22 @@ def assert_same_rows(name: str, got: Tensor, want: Tensor) -> None:
         f"{name}: {int(differs.sum())} of {got.numel()} elements differ, in {len(rows)} rows from "
         f"{rows[:8]}; largest by {float((got.float() - want.float()).abs().max()):.3e}"
     )
+
+
+@contextmanager
+def kept_blas_settings() -> Iterator[None]:
+    """Packing a linear layer for a GPU changes settings of the process; here they come back."""
+    if not IS_GPU:
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    library = torch.backends.cuda.preferred_blas_library()
+    bf16 = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
+    fp16 = torch._C._get_cublas_allow_fp16_reduced_precision_reduction()
+    yield
+    torch.backends.cuda.preferred_blas_library(library)
+    matmul.allow_bf16_reduced_precision_reduction = bf16
+    matmul.allow_fp16_reduced_precision_reduction = fp16
 
 
 def _let_loops_count() -> None:

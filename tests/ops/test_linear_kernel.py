@@ -7,6 +7,8 @@ order; compiled, on noise.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -33,6 +35,12 @@ SUM_BOUND = 1e-5
 """Of a sum kept in fp32: a tensor core cuts off what does not fit where an adder rounds."""
 ODD_SHAPES = [(7, 5), (136, 72), (72, 136), (65, 576)] + ([(1003, 576)] if IS_GPU else [])
 BORDERS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
+
+
+@pytest.fixture(autouse=True)
+def settings_of_the_process() -> Iterator[None]:
+    with kernel_rig.kept_blas_settings():
+        yield
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

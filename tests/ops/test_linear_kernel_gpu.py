@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.closeness import assert_close
+from tests.ops import kernel_rig
 from tests.ops.kernel_rig import assert_same_rows
 from unisono.ops.kernels import linear as kernels
 from unisono.ops.kernels.linear import (
@@ -48,16 +49,9 @@ SPANS = [
 
 
 @pytest.fixture(autouse=True)
-def blas_settings() -> Iterator[None]:
-    """Packing changes settings of the process; other tests get back what they had."""
-    matmul = torch.backends.cuda.matmul
-    library = torch.backends.cuda.preferred_blas_library()
-    bf16 = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
-    fp16 = torch._C._get_cublas_allow_fp16_reduced_precision_reduction()
-    yield
-    torch.backends.cuda.preferred_blas_library(library)
-    matmul.allow_bf16_reduced_precision_reduction = bf16
-    matmul.allow_fp16_reduced_precision_reduction = fp16
+def settings_of_the_process() -> Iterator[None]:
+    with kernel_rig.kept_blas_settings():
+        yield
 
 
 @pytest.mark.parametrize("dtype", HALVES)
