@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -24,6 +26,37 @@ MARKS = [pytest.mark.gpu] if IS_GPU else []
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
     """NaN everywhere: what a kernel does not write shows, and what it should not read spreads."""
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def assert_same_rows(name: str, got: Tensor, want: Tensor) -> None:
+    """Equal bits, compared where the tensors lie: they may be large."""
+    assert got.dtype == want.dtype, f"{name}: dtype {got.dtype}, expected {want.dtype}"
+    assert got.shape == want.shape, f"{name}: shape {list(got.shape)}, expected {list(want.shape)}"
+    bits = {2: torch.int16, 4: torch.int32}[got.element_size()]
+    differs = got.contiguous().view(bits) != want.contiguous().view(bits)
+    if not bool(differs.any()):
+        return
+    rows = differs.any(1).nonzero().flatten().tolist()
+    raise AssertionError(
+        f"{name}: {int(differs.sum())} of {got.numel()} elements differ, in {len(rows)} rows from "
+        f"{rows[:8]}; largest by {float((got.float() - want.float()).abs().max()):.3e}"
+    )
+
+
+@contextmanager
+def kept_blas_settings() -> Iterator[None]:
+    """Packing a linear layer for a GPU changes settings of the process; here they come back."""
+    if not IS_GPU:
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    library = torch.backends.cuda.preferred_blas_library()
+    bf16 = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
+    fp16 = torch._C._get_cublas_allow_fp16_reduced_precision_reduction()
+    yield
+    torch.backends.cuda.preferred_blas_library(library)
+    matmul.allow_bf16_reduced_precision_reduction = bf16
+    matmul.allow_fp16_reduced_precision_reduction = fp16
 
 
 def _let_loops_count() -> None:
