@@ -62,10 +62,21 @@ def resolve(device: torch.device, head_dim: int) -> Ops:
 
     Raises ValueError for a device type that has no ops.
     """
-    if device.type != "cpu":
-        raise ValueError(f"device {device.type!r} has no ops; this version computes on: cpu")
+    match device.type:
+        case "cpu":
+            ops = _cpu_ops(head_dim)
+        case "cuda":
+            from unisono.ops.gpu import gpu_ops  # Triton is loaded where there is a GPU only
+
+            ops = gpu_ops(device)
+        case other:
+            raise ValueError(f"device {other!r} has no ops; this version computes on: cpu, cuda")
+    return replace(ops, **_overrides.get())
+
+
+def _cpu_ops(head_dim: int) -> Ops:
     proofs: linear.Proofs = {}
-    ops = Ops(
+    return Ops(
         pack_linear=partial(linear.pack_linear, proofs=proofs),
         pack_head=partial(linear.pack_head, proofs=proofs),
         rms_norm=norm.rms_norm,
@@ -85,7 +96,6 @@ def resolve(device: torch.device, head_dim: int) -> Ops:
         penalize=penalties.penalize,
         add_bias=penalties.add_bias,
     )
-    return replace(ops, **_overrides.get())
 
 
 @contextmanager

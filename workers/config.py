@@ -10,8 +10,8 @@ BLOCK_SIZE = 64
 """Tokens in one KV block; also the key tile of attention (ops/attention.py)."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-SERVED_DEVICES = ("cpu",)
-"""Device types that `ops/dispatch.py` has ops for; the GPU's kernels are not written yet."""
+SERVED_DEVICES = ("cpu", "cuda")
+"""Device types that `ops/dispatch.py` has ops for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,15 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def rank_device(kind: str, environ: Mapping[str, str]) -> torch.device:
+    """The device of this rank: the CPU, or the GPU of its LOCAL_RANK, made the current one."""
+    if kind != "cuda":
+        return torch.device(kind)
+    device = torch.device("cuda", int(environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
 def set_threads(threads: int, environ: Mapping[str, str]) -> None:
     """Give this rank `threads` CPU threads; 0: the usable cores, shared by the host's ranks."""
     if threads <= 0:
@@ -58,14 +67,20 @@ def join_group(rank: int, size: int, device: torch.device, store: dist.Store | N
     if size == 1:
         return solo_group()
     assert store is not None
+    on_gpu = device.type == "cuda"
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "nccl" if on_gpu else "gloo",
         store=dist.PrefixStore("unisono", store),
         rank=rank,
         world_size=size,
         timeout=_JOIN_TIMEOUT,
+        device_id=device if on_gpu else None,
     )
-    return Group(rank, size, dist.group.WORLD)
+    if not on_gpu:
+        return Group(rank, size, dist.group.WORLD)
+    from unisono.ops.kernels.reduce import ordered_sum  # needs Triton
+
+    return Group(rank, size, dist.group.WORLD, ordered_sum)
 
 
 def leave_group() -> None:

@@ -45,7 +45,7 @@ class Worker:
         self._rank = orders.rank
         self._peer = peer
         self._report = report
-        self._device = torch.device(orders.config.device)
+        self._device = devices.rank_device(orders.config.device, os.environ)
         self._dtype = devices.torch_dtype(orders.config.dtype)
         self._partition = ModelPartition.of(orders.config.model, orders.config.tp)
         self._cache = KVCache(self._partition, self._rank, self._dtype, self._device)

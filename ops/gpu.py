@@ -1,0 +1,56 @@
+"""The ops of a GPU: which kernel, or which reference that is exact on a GPU too, serves each."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from unisono.ops.dispatch import Ops
+from unisono.ops.kernels import (
+    activation,
+    attention,
+    embedding,
+    gumbel,
+    linear,
+    norm,
+    penalties,
+    rope_kv,
+    sampling,
+)
+from unisono.ops.linear import Linear
+from unisono.ops.reference import filters, reduce
+from unisono.ops.reference.penalties import penalize
+from unisono.ops.reference.sampling import unpack_keys
+
+
+def gpu_ops(device: torch.device) -> Ops:
+    """Return the kernels for `device`; every weight's product is proven when it is packed."""
+    verdicts: linear.Verdicts = {}
+    return Ops(
+        pack_linear=partial(_pack_linear, verdicts=verdicts),
+        pack_head=partial(linear.pack_head, verdicts=verdicts),
+        rms_norm=norm.rms_norm,
+        add_rms_norm=norm.add_rms_norm,
+        silu_and_mul=activation.silu_and_mul,
+        rope_and_write_kv=rope_kv.rope_and_write_kv,
+        embed_shard=embedding.embed_shard,
+        reduce_rows=reduce.reduce_rows,
+        plan_attention=attention.plan_attention,
+        paged_attention=attention.paged_attention,
+        argmax_keys=sampling.argmax_keys,
+        unpack_keys=unpack_keys,
+        add_noise=gumbel.add_noise,
+        # Sorts, and sums of whole numbers: a row's bits have no company on any device.
+        filter_logits=filters.filter_logits,
+        penalize=penalize,
+        add_bias=penalties.add_bias,
+    )
+
+
+def _pack_linear(
+    weight: Tensor, bias: Tensor | None = None, *, verdicts: linear.Verdicts
+) -> Linear:
+    product = linear.pack_linear(weight, verdicts)
+    return product if bias is None else lambda x: product(x) + bias
