@@ -120,11 +120,12 @@ class LocalEngine:
         max_requests: int = 16,
         max_step_tokens: int = 2048,
         prefix_cache: bool = True,
+        device: torch.device = CPU,
     ) -> None:
         self.config = read_model_config(path)
         self.partition = ModelPartition.of(self.config, tp)
         self.max_model_len = max_model_len
-        self._path, self._dtype = path, torch_dtype(dtype)
+        self._path, self._dtype, self._device = path, torch_dtype(dtype), device
         self._scheduling = {
             "num_blocks": num_blocks,
             "max_requests": max_requests,
@@ -202,14 +203,14 @@ class LocalEngine:
     def prompt_logits(self, ids: Sequence[int]) -> Tensor:
         """Logits at every position of one whole prompt, [len(ids), vocabulary]."""
         blocks = -(-len(ids) // 64)
-        table = torch.arange(1, blocks + 1)[None, :]
-        positions = torch.arange(len(ids))
+        table = torch.arange(1, blocks + 1, device=self._device)[None, :]
+        positions = torch.arange(len(ids), device=self._device)
 
         def run(rank: Rank) -> Tensor:
             shape = self._shape(rank.group.rank)
             rank.cache.clear(range(1, blocks + 1))
             batch = ForwardBatch(
-                torch.tensor(ids),
+                torch.tensor(ids, device=self._device),
                 positions,
                 table[0, positions // 64] * 64 + positions % 64,
                 {
@@ -246,19 +247,20 @@ class LocalEngine:
 
     @torch.inference_mode()
     def _build_rank(self, group: Group) -> Rank:
-        ops = dispatch.resolve(CPU, self.config.head_dim)
-        build = Build(ops, group, self._dtype, CPU)
+        device = self._device
+        ops = dispatch.resolve(device, self.config.head_dim)
+        build = Build(ops, group, self._dtype, device)
         model = model_class(self.config.family)(build, self.partition, self.max_model_len)
         with open_checkpoint(self._path) as checkpoint:
             specs = list(self.partition.weights(group.rank))
             fill_weights(specs, model.targets(), checkpoint, lambda done, total: None)
         model.pack()
-        cache = KVCache(self.partition, group.rank, self._dtype, CPU)
+        cache = KVCache(self.partition, group.rank, self._dtype, device)
         cache.allocate(self._scheduling["num_blocks"])
-        slots = SlotTable(self._scheduling["max_requests"], self.max_model_len, CPU)
+        slots = SlotTable(self._scheduling["max_requests"], self.max_model_len, device)
         builder = BatchBuilder(ops, slots, self._shape(group.rank), self._windows())
         sampler = Sampler(ops, group, self.partition, 0)
-        runner = ModelRunner(model, cache, slots, builder, sampler, GraphPool(CPU))
+        runner = ModelRunner(model, cache, slots, builder, sampler, GraphPool(device))
         rank = Rank(group, ops, model, cache, runner)
         model.logits = lambda hidden: _kept(rank, model.head(hidden))
         return rank

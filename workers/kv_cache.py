@@ -43,7 +43,12 @@ class KVCache:
         self.clear([0])
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero blocks that are handed out: a hidden key's weight is 0, and 0 * NaN is NaN."""
+        """Zero blocks that are handed out: a hidden key's weight is 0, and 0 * NaN is NaN.
+
+        On a GPU nothing is done: its kernels never read what is hidden.
+        """
+        if self._device.type == "cuda":
+            return
         index = torch.tensor(blocks, device=self._device)
         for layer in self.layers:
             layer.k.index_fill_(0, index, 0)
