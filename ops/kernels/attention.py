@@ -217,11 +217,8 @@ def _run_decode(
     tiles_per_record = -(-few.longest // per_tile)
     rows = min(per_tile, few.longest) * shape.group
     direct = few.num_splits == 1
-    sums = partials = out
-    if not direct:
-        size = few.num_partials * tiles_per_record * kv_heads * rows
-        sums = torch.empty(size, 2, dtype=torch.float32, device=q.device)
-        partials = torch.empty(size, shape.head_dim, dtype=torch.float32, device=q.device)
+    size = 0 if direct else few.num_partials * tiles_per_record * kv_heads * rows
+    sums, partials = _scratch(size, shape.head_dim, q.device)
     common = _common(plan, per_tile)
     num_tiles = num_records * tiles_per_record
     decode_kernel[(num_tiles, kv_heads, few.num_splits)](
@@ -250,7 +247,7 @@ def _run_decode(
         **common,
     )
     if direct:
-        return
+        return  # The kernel wrote the output.
     height = min(_MERGE_HEIGHT, _power_of_two(rows))
     merge_kernel[(num_tiles, kv_heads, -(-rows // height))](
         out,
@@ -301,6 +298,12 @@ def _run_prefill(
         num_warps=launch.warps,
         **_common(plan, per_tile),
     )
+
+
+def _scratch(rows: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For m and l, and for acc, of so many rows."""
+    sums = torch.empty(rows, 2, dtype=torch.float32, device=device)
+    return sums, torch.empty(rows, head_dim, dtype=torch.float32, device=device)
 
 
 def _common(plan: AttentionPlan, per_tile: int) -> dict[str, Any]:

@@ -25,11 +25,19 @@ from unisono.ops.kernels.attention_tiles import (
     store_output,
 )
 
-_COUNTS = ["table_stride", "num_records", "tiles_per_record", "rows"]
-"""Arguments that vary from step to step: no kernel is compiled anew for their values."""
+_VARYING = [
+    "records_ptr",
+    "table_ptr",
+    "slopes_ptr",
+    "table_stride",
+    "num_records",
+    "tiles_per_record",
+    "rows",
+]
+"""Arguments whose value or alignment changes from step to step: nothing is compiled anew."""
 
 
-@triton.jit(do_not_specialize=_COUNTS)
+@triton.jit(do_not_specialize=_VARYING)
 def decode_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -131,7 +139,7 @@ def decode_kernel(
             )
 
 
-@triton.jit(do_not_specialize=_COUNTS[1:])
+@triton.jit(do_not_specialize=_VARYING)
 def merge_kernel(
     out_ptr: tl.tensor,
     sums_ptr: tl.tensor,
@@ -158,26 +166,62 @@ def merge_kernel(
         low = first_visible(position, WINDOW)
         first_split = low // (TILE * SPLIT_TILES)
         count = (position + length - 1) // (TILE * SPLIT_TILES) - first_split + 1
-        d = tl.arange(0, DIM_PAD)
         r = first_row + tl.arange(0, HEIGHT)
-        used = r < length * GROUP
+        # Row r of the first partial, and how many rows further the next one is.
+        at = partial * tiles_per_record + index % tiles_per_record
+        at = (at.to(tl.int64) * tl.num_programs(1) + kv_head) * rows
+        at += tl.minimum(r, length * GROUP - 1)
+        step = tiles_per_record.to(tl.int64) * tl.num_programs(1) * rows
         m = tl.full([HEIGHT], float("-inf"), tl.float32)
         l = tl.zeros([HEIGHT], tl.float32)  # noqa: E741
         acc = tl.zeros([HEIGHT, DIM_PAD], tl.float32)
-        for ordinal in tl.range(0, count, loop_unroll_factor=4):
-            of_tile = (partial + ordinal) * tiles_per_record + index % tiles_per_record
-            at = (of_tile.to(tl.int64) * tl.num_programs(1) + kv_head) * rows + r
-            m, l, acc = merge_partial(  # noqa: E741
-                m,
-                l,
-                acc,
-                tl.load(sums_ptr + at * 2, mask=used, other=0.0),
-                tl.load(sums_ptr + at * 2 + 1, mask=used, other=1.0),
-                tl.load(
-                    partials_ptr + at[:, None] * DIM + d[None, :],
-                    mask=used[:, None] & (d < DIM)[None, :],
-                    other=0.0,
-                ),
+        for ordinal in tl.range(0, count, 4, num_stages=1):
+            # Four at a time are on their way: else each would wait for the one before.
+            here = at + ordinal * step
+            left = count - ordinal
+            m_0, l_0, acc_0 = _load_partial(
+                sums_ptr, partials_ptr, here, 0, left, step, DIM, DIM_PAD
             )
+            m_1, l_1, acc_1 = _load_partial(
+                sums_ptr, partials_ptr, here, 1, left, step, DIM, DIM_PAD
+            )
+            m_2, l_2, acc_2 = _load_partial(
+                sums_ptr, partials_ptr, here, 2, left, step, DIM, DIM_PAD
+            )
+            m_3, l_3, acc_3 = _load_partial(
+                sums_ptr, partials_ptr, here, 3, left, step, DIM, DIM_PAD
+            )
+            m, l, acc = merge_partial(m, l, acc, m_0, l_0, acc_0)  # noqa: E741
+            m, l, acc = merge_partial(m, l, acc, m_1, l_1, acc_1)  # noqa: E741
+            m, l, acc = merge_partial(m, l, acc, m_2, l_2, acc_2)  # noqa: E741
+            m, l, acc = merge_partial(m, l, acc, m_3, l_3, acc_3)  # noqa: E741
         num_heads = tl.num_programs(1) * GROUP
         store_output(out_ptr, l, acc, r, token, length, kv_head, num_heads, GROUP, DIM, DIM_PAD)
+
+
+@triton.jit
+def _load_partial(
+    sums_ptr: tl.tensor,
+    partials_ptr: tl.tensor,
+    at: tl.tensor,
+    ordinal: tl.constexpr,
+    count: tl.tensor,
+    step: tl.tensor,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+) -> tl.tensor:
+    """m, l and acc of partial `ordinal`; from `count` on, those of a split that no row sees.
+
+    Loads are not predicated but repeat the last partial, so that all can start at once.
+    """
+    here = at + tl.minimum(count - 1, ordinal) * step
+    d = tl.arange(0, DIM_PAD)
+    m = tl.load(sums_ptr + here * 2)
+    l = tl.load(sums_ptr + here * 2 + 1)  # noqa: E741
+    if DIM == DIM_PAD:
+        acc = tl.load(partials_ptr + here[:, None] * DIM + d[None, :])
+    else:
+        acc = tl.load(
+            partials_ptr + here[:, None] * DIM + d[None, :], mask=(d < DIM)[None, :], other=0.0
+        )
+    return tl.where(ordinal < count, m, float("-inf")), l, acc

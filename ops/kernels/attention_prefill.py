@@ -24,11 +24,18 @@ from unisono.ops.kernels.attention_tiles import (
     store_output,
 )
 
-_COUNTS = ["table_stride", "num_records", "tiles_per_record"]
-"""Arguments that vary from step to step: no kernel is compiled anew for their values."""
+_VARYING = [
+    "records_ptr",
+    "table_ptr",
+    "slopes_ptr",
+    "table_stride",
+    "num_records",
+    "tiles_per_record",
+]
+"""Arguments whose value or alignment changes from step to step: nothing is compiled anew."""
 
 
-@triton.jit(do_not_specialize=_COUNTS)
+@triton.jit(do_not_specialize=_VARYING)
 def prefill_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -91,7 +98,7 @@ def prefill_kernel(
         if WINDOW:
             m, l, acc = attend_tiles(  # noqa: E741
                 m, l, acc, q, k_head, v_head, block_stride, blocks, start, whole, positions,
-                slopes, low, last + 1, scale, DIM, DIM_PAD, WINDOW, ALIBI, True, PRECISION, 1,
+                slopes, low, last + 1, scale, DIM, DIM_PAD, WINDOW, ALIBI, True, PRECISION, STAGES,
             )  # fmt: skip
         m, l, acc = attend_tiles(  # noqa: E741
             m, l, acc, q, k_head, v_head, block_stride, blocks, whole, ragged, positions,
@@ -99,7 +106,7 @@ def prefill_kernel(
         )  # fmt: skip
         m, l, acc = attend_tiles(  # noqa: E741
             m, l, acc, q, k_head, v_head, block_stride, blocks, ragged, stop, positions,
-            slopes, low, last + 1, scale, DIM, DIM_PAD, WINDOW, ALIBI, True, PRECISION, 1,
+            slopes, low, last + 1, scale, DIM, DIM_PAD, WINDOW, ALIBI, True, PRECISION, STAGES,
         )  # fmt: skip
         total_m, total_l, total_acc = merge_partial(
             total_m, total_l, total_acc, m, tl.max(l, 1), acc
