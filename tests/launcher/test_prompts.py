@@ -179,3 +179,29 @@ def test_what_needs_a_template_is_refused_without_one(prompt, how, message):
     with pytest.raises(ConfigError) as caught:
         texts([prompt], **how)
     assert str(caught.value).startswith(message)
+
+
+def test_ids_are_prompts_as_they_are(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt_ids": [7, 0, 7]}\n{"prompt": "x"}\n')
+    prompts = gather_prompts(["hi"], str(file), None, ["1,2,3", "4"])
+    assert [prompt.as_given() for prompt in prompts] == ["hi", [1, 2, 3], [4], [7, 0, 7], "x"]
+    requests = tokenize_prompts(prompts[1:4], FakeTokenizer(chat=True), raw=False, system=None)
+    assert [request.prompt_ids for request in requests] == [(1, 2, 3), (4,), (7, 0, 7)]
+    assert [request.prompt for request in requests] == ["1 2 3", "4", "7 0 7"]
+    with pytest.raises(ConfigError, match="--prompt-ids 1,2,3: token ids take no --system"):
+        tokenize_prompts(prompts[1:2], FakeTokenizer(chat=True), raw=False, system="Be brief.")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected token ids separated by commas"),
+        ("1,,2", "expected token ids separated by commas"),
+        ("one", "expected token ids separated by commas"),
+        ("1,-2", "token id -2 is negative"),
+    ],
+)
+def test_lists_that_are_no_ids_are_refused(text, message):
+    with pytest.raises(ConfigError, match=f"^--prompt-ids {text}: {message}"):
+        gather_prompts([], None, None, [text])
