@@ -116,6 +116,7 @@ def _scaled(values: Tensor, spec: WeightSpec) -> Tensor:
         case _:
             sharp = spec.name.endswith((".q_proj.weight", ".k_proj.weight"))
             deviation = (SHARPNESS if sharp else 1.0) * spec.shape[-1] ** -0.5
+            # A factor that fp32 holds: no device may round it in a way of its own.
             return values.mul_(torch.tensor(deviation / STD).item())
 
 

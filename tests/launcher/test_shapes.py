@@ -9,8 +9,10 @@ import sys
 import pytest
 
 from tests.launcher.fakes import CONFIG, FakeEngine, FakeTokenizer, write_checkpoint
+from tests.launcher.test_doctor import HOST
 from unisono import LLM, SamplingParams
 from unisono.launcher import cli
+from unisono.launcher.doctor import _partition, model_fit
 from unisono.launcher.resolve import prepare
 from unisono.models.config import ConfigError
 from unisono.models.shapes import PREFIX, SHAPES
@@ -179,3 +181,11 @@ def test_a_library_serves_shapes():
             llm.generate([1], SamplingParams(stop=("x",)))
         with pytest.raises(ConfigError, match="no chat template"):
             llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_doctor_knows_what_a_shape_needs():
+    partition = _partition("shape:qwen3-32b", {"tp": 2})
+    fit = model_fit("shape:qwen3-32b", partition, "bfloat16", HOST)
+    head = 151936 * 5120
+    assert fit.weight_bytes >= 2 * 32_762_123_264 + 2 * head
+    assert not fit.fits
