@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import unisono
 from unisono.launcher.options import option_spec
@@ -23,9 +23,6 @@ from unisono.runtime.protocol import (
 )
 from unisono.workers.config import WorkerConfig
 
-if TYPE_CHECKING:
-    from unisono.launcher.tokenizer import Detokenizer
-
 POLL_S = 0.5
 """Longest wait for an event before the engine looks after its processes again."""
 
@@ -37,6 +34,14 @@ class Request:
     index: int
     prompt: str
     prompt_ids: tuple[int, ...]
+    gives_ids: bool = False
+    """The user gave `prompt_ids`, and `prompt` only spells them."""
+
+
+def ids_request(index: int, prompt_ids: Sequence[int]) -> Request:
+    """A request for what follows `prompt_ids`, as they are."""
+    spelt = " ".join(map(str, prompt_ids))
+    return Request(index=index, prompt=spelt, prompt_ids=tuple(prompt_ids), gives_ids=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +108,18 @@ class RequestChannel(Protocol):
     def poll(self, timeout_s: float) -> Sequence[Delta | Finished | Rejected]: ...
 
 
+class TokenStream(Protocol):
+    """The text of one growing answer: a `Detokenizer`, or the ids themselves."""
+
+    def push(self, ids: Iterable[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
 class TokenText(Protocol):
     """What the loop needs of a tokenizer."""
 
-    def stream(self) -> Detokenizer: ...
+    def stream(self) -> TokenStream: ...
 
 
 @dataclass(slots=True)
@@ -114,7 +127,7 @@ class _Open:
     """A request that has not ended."""
 
     request: Request
-    words: Detokenizer
+    words: TokenStream
     search: StopSearch
     sink: Callable[[Piece | Answer], None]
     submitted_s: float = field(default_factory=time.monotonic)
@@ -272,7 +285,7 @@ def answer_all(
 
 def check_prompts(requests: Sequence[Request], worker: WorkerConfig) -> None:
     """Raise RequestRejected if a prompt is empty, leaves no room for an answer, or holds ids that
-    the model has no row for (a tokenizer of another model)."""
+    the model has no row for (given so, or by a tokenizer of another model)."""
     for place, request in enumerate(requests, start=1):
         name = f"prompt {place} of {len(requests)}" if len(requests) > 1 else "the prompt"
         count = len(request.prompt_ids)
@@ -283,12 +296,13 @@ def check_prompts(requests: Sequence[Request], worker: WorkerConfig) -> None:
                 f"{name} has {count} tokens: with one token of answer that is more than the "
                 f"{worker.max_model_len} of {option_spec('max_model_len').flag}"
             )
-        top = max(request.prompt_ids)
-        if top >= worker.model.vocab_size:
-            raise RequestRejected(
-                f"{name} has token id {top}: the model's ids run from 0 to "
-                f"{worker.model.vocab_size - 1}, so the tokenizer is not this model's"
-            )
+        last = worker.model.vocab_size - 1
+        for token in (min(request.prompt_ids), max(request.prompt_ids)):
+            if not 0 <= token <= last:
+                why = "" if request.gives_ids else ", so the tokenizer is not this model's"
+                raise RequestRejected(
+                    f"{name} has token id {token}: the model's ids run from 0 to {last}{why}"
+                )
 
 
 def numerics_of(ready: EngineReady, tp: int) -> str:

@@ -82,6 +82,8 @@ def command(model: str, system: str | None, stats: bool, **options: Any) -> int:
         format="%(asctime)s launcher %(levelname)s %(message)s",
     )
     check_sampling_params(params, prepared.worker.model)
+    if not prepared.has_tokenizer:
+        raise ConfigError(f"{model} has no tokenizer: use unisono generate with --prompt-ids")
     tokenizer = Tokenizer.load(prepared.source)
     if not tokenizer.has_chat_template:
         raise ConfigError(f"{model} has no chat template: use unisono generate")

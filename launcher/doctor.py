@@ -164,16 +164,16 @@ def plain_lines(diagnosis: Diagnosis) -> list[str]:
 
 
 def _partition(model: str, asked: dict[str, Any]) -> ModelPartition:
-    from unisono.launcher.model_source import resolve_model
+    from unisono.launcher.model_source import read_source_config, resolve_model
     from unisono.launcher.resolve import check_checkpoint
-    from unisono.models.config_reader import read_model_config
 
     with Console().fetching() as fetched:
         source = resolve_model(model, fetched)
-    config: ModelConfig = read_model_config(source.path)
+    config: ModelConfig = read_source_config(source, "auto")
     worker = make_launch_config(asked, model_path=str(source.path), model=config).runtime.worker
     partition = ModelPartition.of(config, worker.tp)
-    check_checkpoint(source.path, partition, weights_required=False)
+    if source.kind != "shape":
+        check_checkpoint(source.path, partition, weights_required=False)
     return partition
 
 

@@ -21,6 +21,7 @@ import click
 
 from unisono.launcher.answering import Answer, Piece, answer_all, check_prompts, numerics_of
 from unisono.launcher.console import Console
+from unisono.launcher.ids_only import IdsOnly, check_text_params
 from unisono.launcher.options import (
     LAUNCH_OPTIONS,
     SAMPLING_OPTIONS,
@@ -43,8 +44,14 @@ HEADING_WIDTH = 80
 @click.option(
     "--prompts-file",
     metavar="FILE",
-    help='More prompts, one a line; FILE.jsonl: {"prompt": ...} or {"messages": [...]} a line; '
-    "-: lines of standard input. Empty lines are skipped.",
+    help='More prompts, one a line; FILE.jsonl: {"prompt": ...}, {"messages": [...]} or '
+    '{"prompt_ids": [...]} a line; -: lines of standard input. Empty lines are skipped.',
+)
+@click.option(
+    "--prompt-ids",
+    multiple=True,
+    metavar="ID,ID,...",
+    help="One more prompt, given as token ids; may be repeated. A shape takes no other prompts.",
 )
 @click.option("--system", metavar="TEXT", help="System message of every chat.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without chat template.")
@@ -56,16 +63,20 @@ def command(
     model: str,
     prompts: tuple[str, ...],
     prompts_file: str | None,
+    prompt_ids: tuple[str, ...],
     system: str | None,
     raw: bool,
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Answer each PROMPT with MODEL: a checkpoint directory, a GGUF file, or "demo".
+    """Answer each PROMPT with MODEL: a checkpoint directory, a GGUF file, a shape, or "demo".
 
     Chat models answer through their chat template; others continue the text. Without PROMPT and
     --prompts-file all of standard input is one prompt. The same prompt gets the same answer alone
     and among others.
+
+    A shape, such as shape:qwen3-0.6b, is a published model's config with random weights. It has no
+    tokenizer: prompts are --prompt-ids, and answers are token ids.
     """
     from unisono.launcher.cluster import detect_cluster
 
@@ -78,7 +89,7 @@ def command(
             f"unisono: launched by {cluster.launcher}, rank {cluster.rank} of {cluster.world_size}"
         )
     params = make_sampling_params(given(options, SAMPLING_OPTIONS))
-    asked = gather_prompts(prompts, prompts_file, sys.stdin)
+    asked = gather_prompts(prompts, prompts_file, sys.stdin, prompt_ids)
 
     from unisono.launcher.engine_client import Engine
     from unisono.launcher.resolve import prepare, with_tokenizer
@@ -91,7 +102,12 @@ def command(
         format="%(asctime)s launcher %(levelname)s %(message)s",
     )
     check_sampling_params(params, prepared.worker.model)
-    tokenizer = Tokenizer.load(prepared.source)
+    tokenizer: Tokenizer | IdsOnly = (
+        Tokenizer.load(prepared.source)
+        if prepared.has_tokenizer
+        else IdsOnly(model, prepared.worker.model.vocab_size)
+    )
+    check_text_params(params, tokenizer)
     requests = tokenize_prompts(asked, tokenizer, raw=raw, system=system)
     check_prompts(requests, prepared.worker)
     launch = with_tokenizer(prepared.launch, tokenizer.size, tokenizer.eos_ids)

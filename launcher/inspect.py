@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from unisono.launcher.options import config_options, given, make_launch_config
 from unisono.models.config import ModelConfig
 from unisono.models.partition import ModelPartition, legal_rank_counts
 
-OPTIONS = ("tp", "dtype", "max_model_len")
+OPTIONS = ("tp", "dtype", "max_model_len", "load_format", "overlay")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONTEXT_TOKENS = 1024
 """Tokens already in the KV cache where the decode ceiling is computed."""
@@ -79,6 +79,8 @@ class Report:
     tp: int
     dtype: str
     max_model_len: int
+    weights_from: str
+    """What the weights are: those of the files, or random, or which parts are."""
     ranks: tuple[RankShare, ...]
     weight_bytes: int
     kv_bytes_per_token: int
@@ -96,9 +98,9 @@ def command(model: str, as_json: bool, **options: Any) -> int:
     """Show what each rank would hold of MODEL, and the fastest that cards could decode it.
 
     The ceiling is memory bandwidth over the bytes that the fullest rank reads for one token of
-    one request. Only the config and the headers of the weight files are read.
+    one request. Only the config and the headers of the weight files are read; of a shape nothing.
     """
-    from unisono.launcher.model_source import resolve_model
+    from unisono.launcher.model_source import read_source_config, resolve_model
     from unisono.launcher.resolve import (
         check_checkpoint,
         host_facts,
@@ -106,16 +108,19 @@ def command(model: str, as_json: bool, **options: Any) -> int:
         resolve_dtype,
         resolve_max_model_len,
     )
-    from unisono.models.config_reader import read_model_config
+    from unisono.models.overlay import parse_overlay
 
     with Console().fetching() as fetched:
         source = resolve_model(model, fetched)
-    config = read_model_config(source.path)
+    config = read_source_config(source, options["load_format"] or "auto")
     asked = make_launch_config(
         given(options, OPTIONS), model_path=str(source.path), model=config
     ).runtime.worker
     partition = ModelPartition.of(config, asked.tp)
-    check_checkpoint(source.path, partition, weights_required=False)
+    parts = parse_overlay(asked.overlay, config)
+    is_random = source.kind == "shape" or asked.load_format == "random"
+    if not is_random:
+        check_checkpoint(source.path, partition, weights_required=False)
     device = resolve_device(asked.device, host_facts(os.environ))
     # A dtype that is asked for is a plan for some other machine; "auto" is what this one would do.
     report = make_report(
@@ -123,6 +128,7 @@ def command(model: str, as_json: bool, **options: Any) -> int:
         partition,
         dtype=asked.dtype if asked.dtype != "auto" else resolve_dtype("auto", device, config),
         max_model_len=resolve_max_model_len(asked.max_model_len, config),
+        weights_from="random" if is_random else _with_random("files", parts),
     )
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report)))
@@ -133,7 +139,14 @@ def command(model: str, as_json: bool, **options: Any) -> int:
     return 0
 
 
-def make_report(name: str, partition: ModelPartition, *, dtype: str, max_model_len: int) -> Report:
+def make_report(
+    name: str,
+    partition: ModelPartition,
+    *,
+    dtype: str,
+    max_model_len: int,
+    weights_from: str = "files",
+) -> Report:
     """Compute the report from numbers alone."""
     config = partition.config
     context = min(CONTEXT_TOKENS, max_model_len)
@@ -148,6 +161,7 @@ def make_report(name: str, partition: ModelPartition, *, dtype: str, max_model_l
         tp=partition.ranks,
         dtype=dtype,
         max_model_len=max_model_len,
+        weights_from=weights_from,
         ranks=ranks,
         weight_bytes=sum(share.weight_bytes for share in ranks),
         kv_bytes_per_token=per_token,
@@ -256,7 +270,7 @@ def _summary(report: Report) -> list[tuple[str, str]]:
         ),
         ("context", f"{facts['context_length']:,} tokens, used up to {report.max_model_len:,}"),
         ("dtype", report.dtype),
-        ("weights", f"{_size(report.weight_bytes)} on {_ranks(report.tp)}"),
+        ("weights", f"{_size(report.weight_bytes)} on {_ranks(report.tp)}, {_origin(report)}"),
         (
             "KV cache",
             f"{_size(report.kv_bytes_per_token)} a token, "
@@ -312,6 +326,15 @@ def _tables(report: Report) -> list[Table]:
             cards,
         ),
     ]
+
+
+def _with_random(origin: str, parts: Collection[str]) -> str:
+    return origin + "".join(f", {part} random" for part in sorted(parts))
+
+
+def _origin(report: Report) -> str:
+    """How the summary says where weights come from."""
+    return "random" if report.weights_from == "random" else f"from {report.weights_from}"
 
 
 def _range(bounds: tuple[int, int]) -> str:

@@ -1,4 +1,4 @@
-"""Finds out what the user means by MODEL: the demo, a checkpoint directory or a GGUF file."""
+"""Finds out what the user means by MODEL: demo, a shape, a checkpoint directory or a GGUF file."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from unisono.models.config import ConfigError
+from unisono.models.config import ConfigError, ModelConfig
+from unisono.models.config_reader import read_model_config
+from unisono.models.shapes import PREFIX, is_shape, shape_config
 
 if TYPE_CHECKING:
     from unisono.launcher.demo_model import Progress
 
 DEMO_NAME = "demo"
-_CHOICES = f"'{DEMO_NAME}', a directory with config.json, or a .gguf file"
+_CHOICES = f"'{DEMO_NAME}', {PREFIX}NAME, a directory with config.json, or a .gguf file"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -24,17 +26,22 @@ class ModelSource:
     name: str
     """As the user wrote it."""
     path: Path
-    """Absolute: a directory for "huggingface", a file for "gguf"."""
-    kind: Literal["huggingface", "gguf"]
+    """Absolute: a directory for "huggingface", a file for "gguf". For "shape" there is no file, and
+    this is the name."""
+    kind: Literal["huggingface", "gguf", "shape"]
 
 
 def resolve_model(name: str, on_progress: Progress | None = None) -> ModelSource:
     """Return the files that `name` stands for.
 
-    The word "demo" is always the demo model, fetched if need be (`on_progress` then hears of it);
-    a directory of that name is written "./demo". Raises ConfigError for everything else that is
-    neither a directory with a config.json nor a .gguf file.
+    The word "demo" is always the demo model, fetched if need be (`on_progress` then hears of it),
+    and "shape:..." always a shape; a directory of such a name is written "./demo". Raises
+    ConfigError for everything else that is neither a directory with a config.json nor a .gguf
+    file.
     """
+    if is_shape(name):
+        shape_config(name)
+        return ModelSource(name=name, path=Path(name), kind="shape")
     if name == DEMO_NAME:
         from unisono.launcher.demo_model import demo_model_path
 
@@ -53,6 +60,16 @@ def resolve_model(name: str, on_progress: Progress | None = None) -> ModelSource
             f"model {name!r} cannot be opened ({reason}); choose {_CHOICES}"
         ) from error
     raise ConfigError(f"model {name!r} does not exist; choose {_CHOICES}{_hub_hint(name)}")
+
+
+def read_source_config(source: ModelSource, load_format: str) -> ModelConfig:
+    """Read the config of `source`; for random weights without a look at the weight files.
+
+    Raises ConfigError, CheckpointError for the headers of the weights.
+    """
+    if source.kind == "shape":
+        return shape_config(source.name)
+    return read_model_config(source.path, use_headers=load_format != "random")
 
 
 def _checked_directory(name: str, path: Path) -> Path:

@@ -28,12 +28,20 @@ from collections.abc import (
 )
 from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
-from unisono.launcher.answering import Answer, Piece, Request, check_prompts, numerics_of
+from unisono.launcher.answering import (
+    Answer,
+    Piece,
+    Request,
+    check_prompts,
+    ids_request,
+    numerics_of,
+)
 from unisono.launcher.cluster import detect_cluster
 from unisono.launcher.engine_client import Engine
 from unisono.launcher.engine_thread import EngineThread, Job, News
+from unisono.launcher.ids_only import IdsOnly, check_text_params
 from unisono.launcher.options import check_sampling_params
 from unisono.launcher.resolve import prepare, with_tokenizer
 from unisono.launcher.tokenizer import Tokenizer
@@ -43,15 +51,18 @@ from unisono.runtime.protocol import SamplingParams
 __all__ = ["LLM", "Answer", "AsyncStream", "Piece", "SamplingParams", "Stream"]
 
 Messages = Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int]
+"""A text, or token ids, which are taken as they are."""
 
 
 class LLM:
     """A model on 1 to N ranks, used from a script. A context manager.
 
-    Options are those of `unisono generate`, by field name: tp, dtype, device, max_model_len,
-    max_requests, kv_tokens, max_step_tokens, no_prefix_cache, log_level, start_timeout_s,
-    stop_grace_s; others are refused. The constructor checks everything a user can get wrong and
-    raises ConfigError; the ranks start with the `with` block, or with the first prompt.
+    Options are those of `unisono generate`, by field name: tp, dtype, device, load_format,
+    overlay, max_model_len, max_requests, kv_tokens, max_step_tokens, no_prefix_cache, log_level,
+    start_timeout_s, stop_grace_s; others are refused. The constructor checks everything a user can
+    get wrong and raises ConfigError; the ranks start with the `with` block, or with the first
+    prompt.
 
     Safe to use from several threads and coroutines at a time: the engine is driven by a thread of
     its own, which batches all that is asked, and no answer depends on what else runs. `close` ends
@@ -67,7 +78,11 @@ class LLM:
                 "unisono generate"
             )
         prepared = prepare(model, options, os.environ)
-        self._tokenizer = Tokenizer.load(prepared.source)
+        self._tokenizer: Tokenizer | IdsOnly = (
+            Tokenizer.load(prepared.source)
+            if prepared.has_tokenizer
+            else IdsOnly(model, prepared.worker.model.vocab_size)
+        )
         self._config = with_tokenizer(
             prepared.launch, self._tokenizer.size, self._tokenizer.eos_ids
         )
@@ -89,13 +104,15 @@ class LLM:
         self.close()
 
     def generate(
-        self, prompts: str | Sequence[str], params: SamplingParams | None = None
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> list[Answer]:
         """Continue each prompt as it is, without a chat template; answers in prompt order.
 
-        Raises RequestRejected before anything is computed if a prompt is empty or too long, and
-        ConfigError for illegal `params`. A prompt that the engine itself refuses gets an answer
-        whose `finish_reason` is rejected.
+        A prompt is a text or a sequence of token ids; a model without a tokenizer takes ids only,
+        and the text of its answers is their ids. Raises RequestRejected before anything is
+        computed if a prompt is empty or too long or holds an id that the model has not, and
+        ConfigError for illegal `params` or prompts of another kind. A prompt that the engine
+        itself refuses gets an answer whose `finish_reason` is rejected.
         """
         requests = self._texts(prompts)
         return _in_order(list(self._news(self._checked(requests, params), params, whole=True)))
@@ -106,8 +123,8 @@ class LLM:
         [answer] = _in_order(list(self._news(requests, params, whole=True)))
         return answer
 
-    def stream(self, prompt: str | Messages, params: SamplingParams | None = None) -> Stream:
-        """Answer a text as `generate` does, or messages as `chat` does, piece by piece.
+    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Stream:
+        """Answer a text or ids as `generate` does, or messages as `chat` does, piece by piece.
 
         Raises like them at once; the request starts with the first `next`. Closing the stream
         aborts it.
@@ -116,7 +133,7 @@ class LLM:
         return Stream(self._news(requests, params, whole=False))
 
     async def agenerate(
-        self, prompts: str | Sequence[str], params: SamplingParams | None = None
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> list[Answer]:
         """Like `generate`; cancelling aborts what still runs."""
         requests = self._checked(self._texts(prompts), params)
@@ -130,7 +147,9 @@ class LLM:
             [answer] = _in_order([event async for event in news])
             return answer
 
-    def astream(self, prompt: str | Messages, params: SamplingParams | None = None) -> AsyncStream:
+    def astream(
+        self, prompt: Prompt | Messages, params: SamplingParams | None = None
+    ) -> AsyncStream:
         """Like `stream`. Leave it through `async with`, or `aclose`, to abort at once."""
         requests = self._checked([self._prompt(prompt)], params)
         return AsyncStream(self._anews(requests, params, whole=False))
@@ -142,13 +161,26 @@ class LLM:
         if end is not None:
             end()
 
-    def _texts(self, prompts: str | Sequence[str]) -> list[Request]:
-        texts = [prompts] if isinstance(prompts, str) else prompts
-        return [self._prompt(text, index) for index, text in enumerate(texts)]
+    def _texts(self, prompts: Prompt | Sequence[Prompt]) -> list[Request]:
+        one = isinstance(prompts, str) or _is_ids(prompts)
+        return [
+            self._text_or_ids(prompt, index)
+            for index, prompt in enumerate([prompts] if one else prompts)
+        ]
 
-    def _prompt(self, prompt: str | Messages, index: int = 0) -> Request:
+    def _prompt(self, prompt: Prompt | Messages) -> Request:
+        if isinstance(prompt, str) or _is_ids(prompt):
+            return self._text_or_ids(prompt, 0)
+        return self._conversation(cast(Messages, prompt))
+
+    def _text_or_ids(self, prompt: object, index: int) -> Request:
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str) and _is_ids(prompt):
+            return ids_request(index, prompt)
         if not isinstance(prompt, str):
-            return self._conversation(prompt)
+            raise ConfigError(
+                f"prompt {index + 1} is a {type(prompt).__name__}: choose a text or a list of "
+                "token ids"
+            )
         ids = self._tokenizer.encode(prompt)
         return Request(index=index, prompt=prompt, prompt_ids=tuple(ids))
 
@@ -166,6 +198,7 @@ class LLM:
         worker = self._config.runtime.worker
         if params is not None:
             check_sampling_params(params, worker.model)
+            check_text_params(params, self._tokenizer)
         check_prompts(requests, worker)
         return requests
 
@@ -296,6 +329,11 @@ def _job(
 
     params = SamplingParams() if params is None else params
     return Job(requests=requests, params=params, sink=put_answers if whole else put)
+
+
+def _is_ids(prompt: Sequence[object]) -> bool:
+    """Whether these are token ids, at least one."""
+    return len(prompt) > 0 and all(type(token) is int for token in prompt)
 
 
 def _or_raise(news: News) -> Piece | Answer:

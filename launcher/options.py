@@ -25,12 +25,14 @@ from unisono.launcher.config import LOG_LEVELS, LaunchConfig
 from unisono.models.config import ConfigError, ModelConfig
 from unisono.runtime.config import RuntimeConfig
 from unisono.runtime.protocol import SamplingParams
-from unisono.workers.config import DEVICES, DTYPES, WorkerConfig
+from unisono.workers.config import DEVICES, DTYPES, LOAD_FORMATS, WorkerConfig
 
 LAUNCH_OPTIONS = (
     "tp",
     "dtype",
     "device",
+    "load_format",
+    "overlay",
     "max_model_len",
     "max_requests",
     "kv_tokens",
@@ -58,7 +60,12 @@ SAMPLING_OPTIONS = (
     "stop",
 )
 
-_CHOICES = {"dtype": DTYPES, "device": DEVICES, "log_level": LOG_LEVELS}
+_CHOICES = {
+    "dtype": DTYPES,
+    "device": DEVICES,
+    "load_format": LOAD_FORMATS,
+    "log_level": LOG_LEVELS,
+}
 _LEAST = {
     "tp": 1,
     "max_requests": 1,

@@ -8,56 +8,68 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from unisono.launcher.answering import Request
+from unisono.launcher.answering import Request, ids_request
 from unisono.models.config import ConfigError
 
 if TYPE_CHECKING:
+    from unisono.launcher.ids_only import IdsOnly
     from unisono.launcher.tokenizer import Tokenizer
 
-_CHOICES = "give PROMPT arguments, --prompts-file FILE, or text on standard input"
+_CHOICES = (
+    "give PROMPT arguments, --prompts-file FILE, --prompt-ids ID,ID,..., or text on standard input"
+)
+_KEYS = ({"prompt"}, {"messages"}, {"prompt_ids"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What the user asks: a text, or the messages of a chat."""
+    """What the user asks: a text, the messages of a chat, or token ids."""
 
     text: str
-    """The text; of a chat, its last message."""
+    """The text; of a chat, its last message; of ids, what spells them."""
     messages: tuple[dict[str, str], ...] = ()
+    ids: tuple[int, ...] = ()
+    """Taken as they are, without tokenizer and template."""
     origin: str
     """Where it was found, for error messages."""
 
-    def as_given(self) -> str | list[dict[str, str]]:
-        """Return the text or the messages, as JSON output repeats them."""
-        return list(self.messages) or self.text
+    def as_given(self) -> str | list[dict[str, str]] | list[int]:
+        """Return the text, the messages or the ids, as JSON output repeats them."""
+        return list(self.messages) or list(self.ids) or self.text
 
 
 def gather_prompts(
-    arguments: Sequence[str], prompts_file: str | None, stdin: TextIO | None
+    arguments: Sequence[str],
+    prompts_file: str | None,
+    stdin: TextIO | None,
+    id_lists: Sequence[str] = (),
 ) -> list[Prompt]:
-    """Return the prompts of the arguments, then those of the file; with neither, all of stdin.
+    """Return the prompts of the arguments, those of `id_lists` ("1,2,3") and those of the file.
 
-    A file holds one prompt a line, or, if its name ends in .jsonl, one object a line with
-    "prompt" or "messages"; empty lines are skipped; `-` is standard input, read as text lines.
-    Raises ConfigError naming the argument or line that is wrong.
+    With none of them all of stdin is the prompt. A file holds one prompt a line, or, if its name
+    ends in .jsonl, one object a line with "prompt", "messages" or "prompt_ids"; empty lines are
+    skipped; `-` is standard input, read as text lines. Raises ConfigError naming the argument or
+    line that is wrong.
     """
-    if not arguments and prompts_file is None:
+    if not arguments and not id_lists and prompts_file is None:
         return [_whole_stdin(stdin)]
     prompts = [
         _text_prompt(text, f"prompt argument {place}")
         for place, text in enumerate(arguments, start=1)
     ]
+    prompts += [_listed_ids(text) for text in id_lists]
     if prompts_file is not None:
         prompts += _file_prompts(prompts_file, stdin)
     return prompts
 
 
 def tokenize_prompts(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer, *, raw: bool, system: str | None
+    prompts: Sequence[Prompt], tokenizer: Tokenizer | IdsOnly, *, raw: bool, system: str | None
 ) -> list[Request]:
     """Turn prompts into requests, through the chat template unless `raw` or there is none.
 
-    Raises ConfigError where a system text or messages have no template to go through.
+    Raises ConfigError where a system text or messages have no template to go through, or a text
+    no tokenizer.
     """
     template = tokenizer.has_chat_template and not raw
     if system is not None and not template:
@@ -65,6 +77,11 @@ def tokenize_prompts(
         raise ConfigError(f"--system needs the chat template, and {why}")
     requests = []
     for index, prompt in enumerate(prompts):
+        if prompt.ids:
+            if system is not None:
+                raise ConfigError(f"{prompt.origin}: token ids take no --system: leave one out")
+            requests.append(ids_request(index, prompt.ids))
+            continue
         if template:
             prompt_ids = tokenizer.chat_ids(_conversation(prompt, system))
         elif prompt.messages:
@@ -132,16 +149,37 @@ def _text_prompt(text: str, origin: str) -> Prompt:
     return Prompt(text=_checked(text, "the prompt", origin), origin=origin)
 
 
+def _listed_ids(text: str) -> Prompt:
+    try:
+        ids = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--prompt-ids {text}: expected token ids separated by commas, such as 1,2,3"
+        ) from None
+    return _ids_prompt(ids, f"--prompt-ids {text}")
+
+
+def _ids_prompt(ids: Any, origin: str) -> Prompt:
+    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+        raise ConfigError(f'{origin}: "prompt_ids" must be a list of at least one token id')
+    if min(ids) < 0:
+        raise ConfigError(f"{origin}: token id {min(ids)} is negative")
+    return Prompt(text=" ".join(map(str, ids)), ids=tuple(ids), origin=origin)
+
+
 def _json_prompt(line: str, origin: str) -> Prompt:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "not readable"
         raise ConfigError(f"{origin}: not JSON ({reason})") from None
-    if not isinstance(entry, dict) or entry.keys() not in ({"prompt"}, {"messages"}):
+    if not isinstance(entry, dict) or entry.keys() not in _KEYS:
         raise ConfigError(
-            f'{origin}: expected an object with either "prompt" or "messages" and nothing else'
+            f'{origin}: expected an object with one of "prompt", "messages" and "prompt_ids", and '
+            "nothing else"
         )
+    if "prompt_ids" in entry:
+        return _ids_prompt(entry["prompt_ids"], origin)
     if "prompt" in entry:
         return _text_prompt(entry["prompt"], origin)
     messages = _messages(entry["messages"], origin)

@@ -16,16 +16,17 @@ from typing import Any
 
 from unisono.launcher.cluster import ClusterFacts, check_cluster_tp
 from unisono.launcher.config import LaunchConfig
-from unisono.launcher.model_source import ModelSource, resolve_model
+from unisono.launcher.model_source import ModelSource, read_source_config, resolve_model
 from unisono.launcher.options import make_launch_config
 from unisono.models.config import (
     ConfigError,
     ModelConfig,
     max_model_len_limit,
 )
-from unisono.models.config_reader import read_model_config
 from unisono.models.headers import check_weights, has_safetensors, read_headers
+from unisono.models.overlay import parse_overlay
 from unisono.models.partition import ModelPartition
+from unisono.models.shapes import is_shape
 from unisono.workers.config import DTYPES, SERVED_DEVICES, WorkerConfig
 
 CPU_DTYPES = ("float32", "bfloat16")
@@ -55,6 +56,14 @@ class Prepared:
     def worker(self) -> WorkerConfig:
         return self.launch.runtime.worker
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is text: not for a shape, nor for random weights of a bare config."""
+        bare = self.source.kind == "huggingface" and self.worker.load_format == "random"
+        return self.source.kind != "shape" and not (
+            bare and not (self.source.path / "tokenizer.json").exists()
+        )
+
 
 def prepare(
     model_name: str,
@@ -71,9 +80,10 @@ def prepare(
     before a process starts.
     """
     source = resolve_model(model_name, on_progress)
-    model = read_model_config(source.path)
+    model = read_source_config(source, options.get("load_format", "auto"))
     launch = resolve_config(options, str(source.path), model, host_facts(environ), cluster)
-    check_checkpoint(source.path, ModelPartition.of(model, launch.runtime.worker.tp))
+    if launch.runtime.worker.load_format != "random":
+        check_checkpoint(source.path, ModelPartition.of(model, launch.runtime.worker.tp))
     return Prepared(source=source, launch=launch)
 
 
@@ -98,7 +108,7 @@ def resolve_config(
     """Return a config in which tp, device, dtype and max_model_len are decided.
 
     `options` holds the values the user gave, by field name. Under a cluster launcher tp is the
-    number of its ranks. Raises ConfigError.
+    number of its ranks. The weights of a shape are always random. Raises ConfigError.
     """
     asked = make_launch_config(options, model_path=model_path, model=model)
     worker = asked.runtime.worker
@@ -107,9 +117,11 @@ def resolve_config(
     device = resolve_device(worker.device, host)
     if device == "cuda":
         _check_gpus(host, tp if cluster is None else cluster.local_world_size)
+    parse_overlay(worker.overlay, model)
     worker = replace(
         worker,
         tp=tp,
+        load_format="random" if is_shape(model_path) else worker.load_format,
         device=device,
         dtype=resolve_dtype(worker.dtype, device, model),
         max_model_len=resolve_max_model_len(worker.max_model_len, model),

@@ -59,14 +59,15 @@ _DEFAULTS = {
 }
 
 
-def read_model_config(path: Path) -> ModelConfig:
+def read_model_config(path: Path, *, use_headers: bool = True) -> ModelConfig:
     """Read the configuration of the checkpoint at `path`: a directory or a GGUF file.
 
     Weights are not read, their headers are: they say whether the checkpoint has a head of its
-    own. Raises ConfigError (CheckpointError for the headers) with one line.
+    own. Without `use_headers` the weight files of a directory are not looked at. Raises
+    ConfigError (CheckpointError for the headers) with one line.
     """
     if path.is_dir():
-        return _read_directory(path)
+        return _read_directory(path, use_headers)
     if path.suffix == ".safetensors" and path.is_file():
         raise ConfigError(f"{path}: a weight file; give the directory that holds its config.json")
     if path.is_file():
@@ -74,11 +75,11 @@ def read_model_config(path: Path) -> ModelConfig:
     raise ConfigError(f"{path}: not found; a model is a checkpoint directory or a .gguf file")
 
 
-def _read_directory(directory: Path) -> ModelConfig:
+def _read_directory(directory: Path, use_headers: bool) -> ModelConfig:
     fields = Fields(_read_json_object(directory / "config.json"), f"{directory / 'config.json'}")
     config = _read_fields(fields, _read_generation_config(directory))
     # A directory without weights can still be inspected; loading it is what fails.
-    headers = read_headers(directory) if has_safetensors(directory) else {}
+    headers = read_headers(directory) if use_headers and has_safetensors(directory) else {}
     return _settle_dtype(_settle_head(config, headers), fields, headers)
 
 

@@ -1,36 +1,48 @@
-"""Fills a rank's parameters from a checkpoint: each exactly once, or an error with the names."""
+"""Fills a rank's parameters from a source: each exactly once, or an error with the names."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import torch
 
-from unisono.models.checkpoint import Checkpoint
 from unisono.models.partition import WeightSpec
 from unisono.models.tensor_info import CheckpointError
+
+
+class WeightSource(Protocol):
+    """What weights come from: a checkpoint, or a generator of random ones."""
+
+    def nbytes(self, spec: WeightSpec) -> int:
+        """Return the bytes of `spec`'s part, for progress."""
+        ...
+
+    def copy_into(self, spec: WeightSpec, target: torch.Tensor) -> None:
+        """Write `spec`'s part into `target`, converting the dtype. Raises CheckpointError."""
+        ...
 
 
 def fill_weights(
     specs: Iterable[WeightSpec],
     targets: Mapping[str, torch.Tensor],
-    checkpoint: Checkpoint,
+    source: WeightSource,
     on_progress: Callable[[int, int], None],
 ) -> None:
     """Copy the part that each spec names into the target of its name, converting the dtype.
 
     A target has its spec's `local_shape`; it may be a view (a third of a fused projection).
-    `on_progress(done, total)` hears of the stored bytes, first with done = 0. Raises
+    `on_progress(done, total)` hears of the source's bytes, first with done = 0. Raises
     CheckpointError, before a byte is copied, where names or shapes do not match one to one.
     """
     ordered = list(specs)
     _check(ordered, targets)
-    sizes = [checkpoint.nbytes(spec) for spec in ordered]
+    sizes = [source.nbytes(spec) for spec in ordered]
     done, total = 0, sum(sizes)
     on_progress(done, total)
     for spec, size in zip(ordered, sizes, strict=True):
-        checkpoint.copy_into(spec, targets[spec.name])
+        source.copy_into(spec, targets[spec.name])
         done += size
         on_progress(done, total)
 

@@ -16,12 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from unisono.models.checkpoint import open_checkpoint
+from unisono.models.config import ModelConfig
 from unisono.models.config_reader import read_model_config
 from unisono.models.interface import Build, ForwardBatch
 from unisono.models.ledger import fill_weights
 from unisono.models.llama import Llama
+from unisono.models.overlay import parse_overlay
 from unisono.models.partition import ModelPartition
+from unisono.models.random_weights import open_weights
 from unisono.models.registry import model_class
 from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape
@@ -107,11 +109,11 @@ class Answer:
 
 
 class LocalEngine:
-    """A checkpoint on `tp` thread ranks."""
+    """A checkpoint on `tp` thread ranks; of a config alone, with random weights."""
 
     def __init__(
         self,
-        path: Path,
+        model: Path | ModelConfig,
         *,
         tp: int = 1,
         dtype: str = "float32",
@@ -120,12 +122,16 @@ class LocalEngine:
         max_requests: int = 16,
         max_step_tokens: int = 2048,
         prefix_cache: bool = True,
+        overlay: str = "",
         device: torch.device = CPU,
     ) -> None:
-        self.config = read_model_config(path)
+        self.config = model if isinstance(model, ModelConfig) else read_model_config(model)
+        self._load_format = "random" if isinstance(model, ModelConfig) else "auto"
+        self._overlay = parse_overlay(overlay, self.config)
         self.partition = ModelPartition.of(self.config, tp)
         self.max_model_len = max_model_len
-        self._path, self._dtype, self._device = path, torch_dtype(dtype), device
+        self._path = "" if isinstance(model, ModelConfig) else str(model)
+        self._dtype, self._device = torch_dtype(dtype), device
         self._scheduling = {
             "num_blocks": num_blocks,
             "max_requests": max_requests,
@@ -251,9 +257,9 @@ class LocalEngine:
         ops = dispatch.resolve(device, self.config.head_dim)
         build = Build(ops, group, self._dtype, device)
         model = model_class(self.config.family)(build, self.partition, self.max_model_len)
-        with open_checkpoint(self._path) as checkpoint:
-            specs = list(self.partition.weights(group.rank))
-            fill_weights(specs, model.targets(), checkpoint, lambda done, total: None)
+        specs = list(self.partition.weights(group.rank))
+        with open_weights(self._path, self._load_format, self._overlay, self._dtype) as source:
+            fill_weights(specs, model.targets(), source, lambda done, total: None)
         model.pack()
         cache = KVCache(self.partition, group.rank, self._dtype, device)
         cache.allocate(self._scheduling["num_blocks"])

@@ -16,7 +16,10 @@ FLOOR = {"ops": 0, "models": 1, "workers": 2, "runtime": 3, "launcher": 4}
 DECIDING = ("launcher", "runtime")
 TORCH_FREE = {
     "workers": {"config", "protocol", "channel", "orders", "probes"},
-    "models": {"config", "config_reader", "registry", "partition", "headers", "gguf"},
+    "models": {
+        *("config", "config_reader", "registry", "partition", "headers", "gguf"),
+        *("overlay", "shapes"),
+    },
     "ops": set[str](),
 }
 """All that launcher and runtime may know of the rooms that compute."""

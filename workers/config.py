@@ -9,6 +9,7 @@ from unisono.models.config import ModelConfig
 BLOCK_SIZE = 64
 """Tokens in one KV block; also the key tile of attention (ops/attention.py)."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "random")
 DEVICES = ("auto", "cpu", "cuda")
 SERVED_DEVICES = ("cpu", "cuda")
 """Device types that `ops/dispatch.py` has ops for."""
@@ -19,7 +20,7 @@ class WorkerConfig:
     """One rank's orders, the same on every rank."""
 
     model_path: str
-    """A checkpoint directory or a GGUF file."""
+    """A checkpoint directory or a GGUF file; or the name of a shape, where no file is read."""
     model: ModelConfig
     tp: int = 1
     """Tensor-parallel ranks: one worker process each."""
@@ -28,6 +29,12 @@ class WorkerConfig:
     GPU, float32 on the CPU."""
     device: str = "auto"
     """cpu or cuda; auto: cuda where a GPU is visible and this version has kernels for it."""
+    load_format: str = "auto"
+    """Where weights come from: auto: the files, or random ones for a shape; random: the config of
+    MODEL, whose weight files may be missing, and random weights, the same on every machine."""
+    overlay: str = ""
+    """Parts of the model that get random values, such as bias=random,norm=random,qk-norm=random:
+    trained biases are often zero and norms one, which hides faults."""
     max_model_len: int = 0
     """Most tokens of one request, prompt and answer together; 0: what the model was made for."""
     max_requests: int = 32

@@ -6,16 +6,16 @@ import os
 import time
 from array import array
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from unisono.models.checkpoint import open_checkpoint
 from unisono.models.interface import Build
 from unisono.models.ledger import fill_weights
 from unisono.models.llama import Llama
+from unisono.models.overlay import parse_overlay
 from unisono.models.partition import ModelPartition
+from unisono.models.random_weights import open_weights
 from unisono.models.registry import model_class
 from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape
@@ -117,8 +117,9 @@ class Worker:
             build, self._partition, config.max_model_len
         )
         specs = list(self._partition.weights(self._rank))
-        with open_checkpoint(Path(config.model_path)) as checkpoint:
-            fill_weights(specs, model.targets(), checkpoint, self._throttled_progress())
+        parts = parse_overlay(config.overlay, config.model)
+        with open_weights(config.model_path, config.load_format, parts, self._dtype) as source:
+            fill_weights(specs, model.targets(), source, self._throttled_progress())
         self._report.enter("pack weights")
         with torch.inference_mode():
             model.pack()

@@ -11,7 +11,7 @@ from unisono.launcher import demo_model
 from unisono.launcher.model_source import resolve_model
 from unisono.models.config import ConfigError
 
-CHOICES = "choose 'demo', a directory with config.json, or a .gguf file"
+CHOICES = "choose 'demo', shape:NAME, a directory with config.json, or a .gguf file"
 
 
 @pytest.fixture

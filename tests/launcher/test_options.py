@@ -52,6 +52,8 @@ OTHER_VALUES = {
     "logit_bias": ("5:-100,7:2.5", ((5, -100.0), (7, 2.5))),
     "min_tokens": ("3", 3),
     "stop": ("a,b", ("a,b",)),
+    "load_format": ("random", "random"),
+    "overlay": ("norm=random", "norm=random"),
 }
 """For each option: text that differs from its default, and the value it stands for."""
 

@@ -72,10 +72,19 @@ def test_no_prompt_at_all_names_the_choices(stdin):
     ("content", "message"),
     [
         (b'{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON (Expecting value)"),
-        (b'"text"\n', 'line 1: expected an object with either "prompt" or "messages"'),
-        (b"{}\n", 'line 1: expected an object with either "prompt" or "messages"'),
-        (b'{"prompt": "a", "messages": []}', 'line 1: expected an object with either "prompt"'),
-        (b'{"prompt": "a", "max_tokens": 3}', "line 1: expected an object with either"),
+        (
+            b'"text"\n',
+            'line 1: expected an object with one of "prompt", "messages" and "prompt_ids"',
+        ),
+        (b"{}\n", 'line 1: expected an object with one of "prompt", "messages" and "prompt_ids"'),
+        (b'{"prompt": "a", "messages": []}', 'line 1: expected an object with one of "prompt"'),
+        (b'{"prompt": "a", "prompt_ids": [1]}', "line 1: expected an object with one of"),
+        (b'{"prompt": "a", "max_tokens": 3}', "line 1: expected an object with one of"),
+        (b'{"prompt_ids": []}', 'line 1: "prompt_ids" must be a list of at least one token id'),
+        (b'{"prompt_ids": "1,2"}', 'line 1: "prompt_ids" must be a list of at least one token id'),
+        (b'{"prompt_ids": [1, true]}', 'line 1: "prompt_ids" must be a list of at least one'),
+        (b'{"prompt_ids": [1, 2.0]}', 'line 1: "prompt_ids" must be a list of at least one'),
+        (b'{"prompt_ids": [1, -2]}', "line 1: token id -2 is negative"),
         (b'\n\n{"prompt": 5}', "line 3: the prompt must be a text that is not empty"),
         (b'{"prompt": ""}', "line 1: the prompt must be a text that is not empty"),
         (b'{"prompt": "\\ud800"}', "line 1: the prompt is not valid Unicode"),
@@ -170,3 +179,29 @@ def test_what_needs_a_template_is_refused_without_one(prompt, how, message):
     with pytest.raises(ConfigError) as caught:
         texts([prompt], **how)
     assert str(caught.value).startswith(message)
+
+
+def test_ids_are_prompts_as_they_are(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt_ids": [7, 0, 7]}\n{"prompt": "x"}\n')
+    prompts = gather_prompts(["hi"], str(file), None, ["1,2,3", "4"])
+    assert [prompt.as_given() for prompt in prompts] == ["hi", [1, 2, 3], [4], [7, 0, 7], "x"]
+    requests = tokenize_prompts(prompts[1:4], FakeTokenizer(chat=True), raw=False, system=None)
+    assert [request.prompt_ids for request in requests] == [(1, 2, 3), (4,), (7, 0, 7)]
+    assert [request.prompt for request in requests] == ["1 2 3", "4", "7 0 7"]
+    with pytest.raises(ConfigError, match="--prompt-ids 1,2,3: token ids take no --system"):
+        tokenize_prompts(prompts[1:2], FakeTokenizer(chat=True), raw=False, system="Be brief.")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected token ids separated by commas"),
+        ("1,,2", "expected token ids separated by commas"),
+        ("one", "expected token ids separated by commas"),
+        ("1,-2", "token id -2 is negative"),
+    ],
+)
+def test_lists_that_are_no_ids_are_refused(text, message):
+    with pytest.raises(ConfigError, match=f"^--prompt-ids {text}: {message}"):
+        gather_prompts([], None, None, [text])
