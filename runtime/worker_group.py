@@ -81,10 +81,11 @@ class WorkerGroup:
         """Start a step on every rank."""
         self._send(plan)
 
-    def receive(self, step: int) -> array[int]:
-        """Wait for `step` on every rank; return its tokens.
+    def receive(self, step: int) -> StepResult:
+        """Wait for `step` on every rank; return the result of rank 0.
 
-        Raises Diverged naming the first rank whose tokens or collectives differ from rank 0's.
+        Raises Diverged naming the first rank whose tokens, log-probabilities or collectives
+        differ from rank 0's.
         """
         results: dict[int, StepResult] = {}
         while len(results) < self._num_ranks:
@@ -95,11 +96,9 @@ class WorkerGroup:
                     raise ProtocolError(f"{type(other).__name__} while step {step} is due")
         first = results[0]
         for rank in range(1, self._num_ranks):
-            result = results[rank]
-            if (result.tokens, result.digest) != (first.tokens, first.digest):
-                what = "tokens" if result.tokens != first.tokens else "collectives"
+            if what := _difference(results[rank], first):
                 raise Diverged(f"other {what} than rank 0", rank=rank, phase="step", step=step)
-        return first.tokens
+        return first
 
     def check(self) -> None:
         """Raise RankFault if a rank has failed while nothing was due."""
@@ -146,3 +145,12 @@ class WorkerGroup:
                     phase="start",
                 )
         self._hellos[hello.rank] = hello
+
+
+def _difference(result: StepResult, first: StepResult) -> str:
+    """Name what a rank computed otherwise than rank 0; empty: nothing."""
+    if result.tokens != first.tokens:
+        return "tokens"
+    if result.logprobs != first.logprobs:
+        return "log-probabilities"
+    return "collectives" if result.digest != first.digest else ""
