@@ -92,8 +92,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Texts that end an answer, which is cut before them; may be given several times."""
     logprobs: int | None = None
-    """Also give each token's log-probability, and so many likeliest tokens at its place, up to
-    20. It is the model's own, before penalties, biases, temperature and filters. Unset: none."""
+    """Also give the log-probability of each token, and of so many likeliest ones at its place, up
+    to 20: the model's own, before penalties, biases, temperature and filters. Commands show it as
+    JSON only."""
     prompt_logprobs: int | None = None
     """The same for every token of the prompt but the first, which nothing predicts."""
 

@@ -20,6 +20,13 @@ from unisono.workers.protocol import (
     StepResult,
 )
 
+_SAME_ON_EVERY_RANK = {
+    "tokens": "tokens",
+    "logprobs": "log-probabilities",
+    "digest": "collectives",
+}
+"""Fields of a StepResult, and what differs where they do."""
+
 
 class Diverged(WorkerLost):
     """A rank computes something else than the others."""
@@ -96,8 +103,9 @@ class WorkerGroup:
                     raise ProtocolError(f"{type(other).__name__} while step {step} is due")
         first = results[0]
         for rank in range(1, self._num_ranks):
-            if what := _difference(results[rank], first):
-                raise Diverged(f"other {what} than rank 0", rank=rank, phase="step", step=step)
+            for name, what in _SAME_ON_EVERY_RANK.items():
+                if getattr(results[rank], name) != getattr(first, name):
+                    raise Diverged(f"other {what} than rank 0", rank=rank, phase="step", step=step)
         return first
 
     def check(self) -> None:
@@ -145,12 +153,3 @@ class WorkerGroup:
                     phase="start",
                 )
         self._hellos[hello.rank] = hello
-
-
-def _difference(result: StepResult, first: StepResult) -> str:
-    """Name what a rank computed otherwise than rank 0; empty: nothing."""
-    if result.tokens != first.tokens:
-        return "tokens"
-    if result.logprobs != first.logprobs:
-        return "log-probabilities"
-    return "collectives" if result.digest != first.digest else ""

@@ -13,7 +13,8 @@ from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
 
 PIECE_ROWS = 64
-"""Logits rows held at a time: 64 rows of 150,000 ids take 40 MB, a long prompt's all would GBs."""
+"""Logits rows at a time: with 150,000 ids 64 of them take 40 MB and ten times that in between; all
+of a long prompt would take many GB."""
 
 
 def prompt_logprobs(

@@ -21,7 +21,7 @@ from unisono.workers.slot_table import SlotTable
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step gives: the fields of the same names in `StepResult`, the tokens as a list."""
+    """What a step gives: `StepResult` has fields of the same names."""
 
     tokens: list[int]
     logprobs: array[int] | None
@@ -53,9 +53,9 @@ class ModelRunner:
         inputs = self._builder.build(plan.rows)
         key = (len(inputs.batch.token_ids), len(plan.rows))
         hidden = self._graphs.run("forward", key, lambda: self._forward(inputs))
-        records = self._prompt_logprobs(plan, hidden)
+        records = prompt_logprobs(plan.rows, self._slots, hidden, self._model.logits, self._sampler)
         if not len(inputs.logits_index):
-            return StepOutput([], records)
+            return StepOutput([], records or None)
         row_slots = [
             s for s, p in zip(plan.rows.slot, plan.rows.phase, strict=True) if p != Phase.CHUNK
         ]
@@ -65,9 +65,8 @@ class ModelRunner:
         logits, token_ids = self._graphs.run(
             "tail", key, lambda: self._tail(hidden, inputs, sampling)
         )
-        if records is not None:
-            records += token_logprobs(row_slots, self._slots, logits, token_ids, self._sampler)
-        return StepOutput(token_ids.tolist(), records)
+        records += token_logprobs(row_slots, self._slots, logits, token_ids, self._sampler)
+        return StepOutput(token_ids.tolist(), records or None)
 
     def _apply_changes(self, plan: StepPlan) -> None:
         start = 0
@@ -83,12 +82,6 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         return self._model.forward(inputs.batch, self._cache.layers)
-
-    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> array[int] | None:
-        """The step's first log-probabilities; None if none of its slots wants any."""
-        if not any(self._slots.sampling.of(slot).wants_logprobs for slot in plan.rows.slot):
-            return None
-        return prompt_logprobs(plan.rows, self._slots, hidden, self._model.logits, self._sampler)
 
     def _tail(
         self, hidden: Tensor, inputs: StepInputs, sampling: SamplingRows | None

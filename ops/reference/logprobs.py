@@ -50,6 +50,8 @@ def _below(logits: Tensor, best: Tensor) -> Tensor:
 
 def _top_ids(logits: Tensor, count: int) -> Tensor:
     """By keys that are all different: the order-preserving bits of the logit, then ~id."""
+    if count == 0:
+        return torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
     bits = logits.view(torch.int32).to(torch.int64)
     ordered = torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits)
     ids = torch.arange(logits.shape[1], device=logits.device)
