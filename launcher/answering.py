@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import unisono
+from unisono.launcher.logprobs import TokenLogprob, read_logprobs
 from unisono.launcher.options import option_spec
 from unisono.launcher.stop_strings import StopSearch, StopStrings
 from unisono.runtime.protocol import (
@@ -22,6 +23,7 @@ from unisono.runtime.protocol import (
     SamplingParams,
 )
 from unisono.workers.config import WorkerConfig
+from unisono.workers.protocol import logprob_width
 
 POLL_S = 0.5
 """Longest wait for an event before the engine looks after its processes again."""
@@ -55,6 +57,10 @@ class Piece:
     index: int
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of `token_ids`, one each; None: not asked for."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """As in the `Answer`, with its first piece only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +87,11 @@ class Answer:
     first_token_s: float
     total_s: float
     error: str = ""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of `token_ids`, one each; None: not asked for."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """Of the prompt's tokens, one each, the first of them None: nothing predicts it. None: not
+    asked for, or rejected."""
     numerics: str = ""
     """How it was computed (`numerics_of`): only answers that agree in it must agree in tokens."""
 
@@ -121,12 +132,16 @@ class TokenText(Protocol):
 
     def stream(self) -> TokenStream: ...
 
+    def token_bytes(self, token_id: int) -> bytes: ...
+
 
 @dataclass(slots=True)
 class _Open:
     """A request that has not ended."""
 
     request: Request
+    params: SamplingParams
+    tokenizer: TokenText
     words: TokenStream
     search: StopSearch
     sink: Callable[[Piece | Answer], None]
@@ -136,18 +151,22 @@ class _Open:
     token_ids: list[int] = field(default_factory=list)
     num_shown: int = 0
     """Tokens that pieces have carried so far."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Without the first token's."""
 
-    def take(self, token_ids: Iterable[int]) -> str:
+    def take(self, news: Delta) -> str:
         """Add tokens up to the one that completes a stop string; return the text to show."""
         if not self.token_ids:
             self.first_token_s = self.age_s()
-        start = len(self.text)
+        start, num_known = len(self.text), len(self.token_ids)
         # One by one: tokens after the match are no part of the answer.
-        for token in token_ids:
+        for token in news.token_ids:
             self.token_ids.append(token)
             self.text.append(self.search.push(self.words.push((token,))))
             if self.search.found:
                 break
+        self._take_logprobs(news, self.token_ids[num_known:])
         return "".join(self.text[start:])
 
     def finish(self) -> str:
@@ -159,12 +178,42 @@ class _Open:
 
     def piece(self, text: str) -> Piece:
         """Return `text` with the tokens that no piece has carried."""
-        new = tuple(self.token_ids[self.num_shown :])
+        first = self.num_shown
         self.num_shown = len(self.token_ids)
-        return Piece(index=self.request.index, text=text, token_ids=new)
+        return Piece(
+            index=self.request.index,
+            text=text,
+            token_ids=tuple(self.token_ids[first:]),
+            logprobs=self.logprobs_from(first),
+            prompt_logprobs=self.all_prompt_logprobs() if first == 0 else None,
+        )
+
+    def logprobs_from(self, first: int) -> tuple[TokenLogprob, ...] | None:
+        """Return those of the tokens from number `first` on; None: not asked for."""
+        return None if self.params.logprobs is None else tuple(self.logprobs[first:])
+
+    def all_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """Return those of the prompt; None: not asked for, or not known yet."""
+        if self.params.prompt_logprobs is None or not self.token_ids:
+            return None
+        return None, *self.prompt_logprobs
 
     def age_s(self) -> float:
         return time.monotonic() - self.submitted_s
+
+    def _take_logprobs(self, news: Delta, kept: Sequence[int]) -> None:
+        """Add the log-probabilities of `kept`, the first of `news.token_ids`, and the prompt's."""
+        if (num_top := self.params.logprobs) is not None:
+            assert news.logprobs is not None, "log-probabilities were asked for"
+            items = news.logprobs[: len(kept) * logprob_width(num_top)]
+            self.logprobs += read_logprobs(kept, items, num_top, self.tokenizer.token_bytes)
+        if (num_top := self.params.prompt_logprobs) is not None and news.prompt_logprobs:
+            self.prompt_logprobs += read_logprobs(
+                self.request.prompt_ids[1:],
+                news.prompt_logprobs,
+                num_top,
+                self.tokenizer.token_bytes,
+            )
 
 
 class Answering:
@@ -190,7 +239,8 @@ class Answering:
         """Submit `request`; `sink` gets its pieces and then its answer. Returns its id."""
         search = StopStrings(params.stop).search()
         request_id = self._engine.submit(request.prompt_ids, params)
-        self._running[request_id] = _Open(request, self._tokenizer.stream(), search, sink)
+        words = self._tokenizer.stream()
+        self._running[request_id] = _Open(request, params, self._tokenizer, words, search, sink)
         return request_id
 
     def drop(self, request_id: int) -> None:
@@ -213,7 +263,7 @@ class Answering:
         entry = self._running[event.request_id]
         match event:
             case Delta():
-                text = entry.take(event.token_ids)
+                text = entry.take(event)
                 if entry.search.found:
                     self.drop(event.request_id)
                 if text:
@@ -247,6 +297,8 @@ class Answering:
                 first_token_s=first_token_s,
                 total_s=total_s,
                 error=error,
+                logprobs=entry.logprobs_from(0),
+                prompt_logprobs=entry.all_prompt_logprobs(),
                 numerics=self._numerics,
             )
         )

@@ -33,6 +33,7 @@ from unisono.launcher.console import Console
 from unisono.launcher.generate import closing_line
 from unisono.launcher.options import (
     LAUNCH_OPTIONS,
+    LOGPROB_OPTIONS,
     SAMPLING_OPTIONS,
     check_sampling_params,
     config_options,
@@ -52,6 +53,7 @@ HELP = """\
 /exit          end, like Ctrl-D
 /help          show this
 Ctrl-C stops an answer; at the prompt it ends the chat. Everything else is a message."""
+_SAMPLING = tuple(name for name in SAMPLING_OPTIONS if name not in LOGPROB_OPTIONS)
 _COMMAND = re.compile(r"/[a-z]+")
 
 
@@ -61,7 +63,7 @@ _COMMAND = re.compile(r"/[a-z]+")
 @click.option(
     "--stats", is_flag=True, help="Show the speed of each answer, also where stderr is no terminal."
 )
-@config_options(*SAMPLING_OPTIONS, *LAUNCH_OPTIONS)
+@config_options(*_SAMPLING, *LAUNCH_OPTIONS)
 def command(model: str, system: str | None, stats: bool, **options: Any) -> int:
     """Talk with MODEL: a checkpoint directory, a GGUF file, or "demo". /help lists commands.
 
@@ -74,7 +76,7 @@ def command(model: str, system: str | None, stats: bool, **options: Any) -> int:
 
     _refuse_cluster()
     console = Console()
-    params = make_sampling_params(given(options, SAMPLING_OPTIONS))
+    params = make_sampling_params(given(options, _SAMPLING))
     with console.fetching() as fetched:
         prepared = prepare(model, given(options, LAUNCH_OPTIONS), os.environ, None, fetched)
     logging.basicConfig(

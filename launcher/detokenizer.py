@@ -95,6 +95,16 @@ def read_decoder_form(tokenizer: tokenizers.Tokenizer) -> DecoderForm:
     return _form_of_sequence(state["decoders"] if kind == "Sequence" else [state])
 
 
+def piece_bytes(piece: str, form: DecoderForm) -> bytes:
+    """Return what one piece spells by itself, wherever it stands; of a character perhaps a part."""
+    if form.byte_level:
+        return _bytes_of(piece)
+    for old, new in form.replacements:
+        piece = piece.replace(old, new)
+    byte = _byte_of(piece) if form.byte_fallback else None
+    return piece.encode("utf-8") if byte is None else bytes((byte,))
+
+
 class _Joiner(Protocol):
     def add(self, piece: str) -> str: ...
 

@@ -22,16 +22,20 @@ import click
 from unisono.launcher.answering import Answer, Piece, answer_all, check_prompts, numerics_of
 from unisono.launcher.console import Console
 from unisono.launcher.ids_only import IdsOnly, check_text_params
+from unisono.launcher.logprobs import logprobs_json
 from unisono.launcher.options import (
     LAUNCH_OPTIONS,
+    LOGPROB_OPTIONS,
     SAMPLING_OPTIONS,
     check_sampling_params,
     config_options,
     given,
     make_sampling_params,
+    option_spec,
 )
 from unisono.launcher.prompts import Prompt, gather_prompts, tokenize_prompts
-from unisono.runtime.protocol import EngineReady
+from unisono.models.config import ConfigError
+from unisono.runtime.protocol import EngineReady, SamplingParams
 
 EXIT_REJECTED = 2
 """Some prompt could not be served; the others were."""
@@ -89,6 +93,8 @@ def command(
             f"unisono: launched by {cluster.launcher}, rank {cluster.rank} of {cluster.world_size}"
         )
     params = make_sampling_params(given(options, SAMPLING_OPTIONS))
+    if not as_json:
+        _refuse_logprobs(params)
     asked = gather_prompts(prompts, prompts_file, sys.stdin, prompt_ids)
 
     from unisono.launcher.engine_client import Engine
@@ -169,6 +175,13 @@ def closing_line(answers: Sequence[Answer], seconds: float, ready: EngineReady, 
     return f"{amount} in {seconds:.2f} s: {speed}first token {first:.2f} s {where}"
 
 
+def _refuse_logprobs(params: SamplingParams) -> None:
+    for name in LOGPROB_OPTIONS:
+        if (value := getattr(params, name)) is not None:
+            flag = option_spec(name).flag
+            raise ConfigError(f"{flag} {value}: log-probabilities are JSON only: add --json")
+
+
 def _obey() -> int:
     """Become the worker that this rank of a cluster job is; rank 0 is the launcher.
 
@@ -214,6 +227,9 @@ def _as_json(answer: Answer, prompt: Prompt) -> str:
         },
         "digest": answer.digest,
     }
+    for name in LOGPROB_OPTIONS:
+        if (entries := getattr(answer, name)) is not None:
+            entry[name] = logprobs_json(entries)
     if answer.error:
         entry["error"] = answer.error
     # ASCII: readable whatever the encoding of stdout is.

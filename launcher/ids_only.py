@@ -36,6 +36,10 @@ class IdsOnly:
     def stream(self) -> _IdStream:
         return _IdStream()
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The id in decimal, as the answers' text has it."""
+        return str(token_id).encode()
+
 
 def check_text_params(params: SamplingParams, tokenizer: object) -> None:
     """Raise ConfigError if `params` speak of text and there is none."""

@@ -58,7 +58,11 @@ SAMPLING_OPTIONS = (
     "logit_bias",
     "min_tokens",
     "stop",
+    "logprobs",
+    "prompt_logprobs",
 )
+LOGPROB_OPTIONS = ("logprobs", "prompt_logprobs")
+"""Sampling options whose outcome is no text: only JSON and the library show it."""
 
 _CHOICES = {
     "dtype": DTYPES,
@@ -82,6 +86,8 @@ _LEAST = {
     "presence_penalty": -2,
     "frequency_penalty": -2,
     "min_tokens": 0,
+    "logprobs": 0,
+    "prompt_logprobs": 0,
 }
 _ABOVE = {"top_p": 0, "repetition_penalty": 0}
 _MOST = {
@@ -93,6 +99,8 @@ _MOST = {
     "repetition_penalty": 100,
     "presence_penalty": 2,
     "frequency_penalty": 2,
+    "logprobs": 20,
+    "prompt_logprobs": 20,
 }
 _BIAS_LIMIT = 100
 _ZERO_IS_AUTO = ("max_model_len",)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from unisono.launcher.chat_template import ChatTemplate, Message, read_templates
-from unisono.launcher.detokenizer import Detokenizer, read_decoder_form
+from unisono.launcher.detokenizer import Detokenizer, piece_bytes, read_decoder_form
 from unisono.launcher.model_source import ModelSource
 from unisono.models.config import ConfigError
 
@@ -67,6 +67,11 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; unknown ids say nothing, invalid UTF-8 becomes U+FFFD."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what one id spells, special tokens their names; nothing for an unknown id."""
+        piece = self._backend.id_to_token(token_id)
+        return b"" if piece is None else piece_bytes(piece, self._form)
 
     def stream(self, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a new stream whose pieces join to what `decode` gives."""

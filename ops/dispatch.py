@@ -24,6 +24,7 @@ from unisono.ops.reference import (
     embedding,
     filters,
     gumbel,
+    logprobs,
     norm,
     penalties,
     reduce,
@@ -52,6 +53,7 @@ class Ops:
     filter_logits: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     penalize: Callable[..., Tensor]
     add_bias: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    token_logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 _overrides: ContextVar[dict[str, Any]] = ContextVar("op overrides", default={})  # noqa: B039
@@ -95,6 +97,7 @@ def _cpu_ops(head_dim: int) -> Ops:
         filter_logits=filters.filter_logits,
         penalize=penalties.penalize,
         add_bias=penalties.add_bias,
+        token_logprobs=logprobs.token_logprobs,
     )
 
 

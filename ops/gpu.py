@@ -20,7 +20,7 @@ from unisono.ops.kernels import (
     sampling,
 )
 from unisono.ops.linear import Linear
-from unisono.ops.reference import filters, reduce
+from unisono.ops.reference import filters, logprobs, reduce
 from unisono.ops.reference.penalties import penalize
 from unisono.ops.reference.sampling import unpack_keys
 
@@ -46,6 +46,7 @@ def gpu_ops(device: torch.device) -> Ops:
         filter_logits=filters.filter_logits,
         penalize=penalize,
         add_bias=penalties.add_bias,
+        token_logprobs=logprobs.token_logprobs,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 
+from unisono.runtime.logprobs import take_prompt_logprobs
 from unisono.runtime.protocol import (
     Abort,
     Delta,
@@ -49,7 +50,8 @@ class Engine:
         if plan is None:
             return False
         self._workers.send(plan)
-        for news in self._scheduler.apply(self._workers.receive(plan.step)):
+        result = self._workers.receive(plan.step)
+        for news in self._scheduler.apply(result.tokens, result.logprobs):
             self._emit(news)
         return True
 
@@ -91,7 +93,12 @@ class Engine:
             request.first_token_s = now - request.arrived_s
         self._hub.send(
             request.client,
-            Delta(request_id=request.request_id, token_ids=array("i", [news.token_id])),
+            Delta(
+                request_id=request.request_id,
+                token_ids=array("i", [news.token_id]),
+                logprobs=news.logprobs,
+                prompt_logprobs=take_prompt_logprobs(request),
+            ),
         )
         if news.reason is not None:
             self._hub.send(

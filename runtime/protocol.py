@@ -91,6 +91,12 @@ class SamplingParams:
     """No end-of-text token and no stop id comes before the answer has this many tokens."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer, which is cut before them; may be given several times."""
+    logprobs: int | None = None
+    """Also give the log-probability of each token, and of so many likeliest ones at its place, up
+    to 20: the model's own, before penalties, biases, temperature and filters. Commands show it as
+    JSON only."""
+    prompt_logprobs: int | None = None
+    """The same for every token of the prompt but the first, which nothing predicts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +146,17 @@ class EngineReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """New tokens of a request, in order."""
+    """New tokens of a request, in order.
+
+    `logprobs`, where they were asked for: `logprob_width` items of each token. `prompt_logprobs`:
+    with the first tokens, those of the prompt from its second token on. Layout: `logprob_width`
+    in workers/protocol.py.
+    """
 
     request_id: int
     token_ids: array[int]
+    logprobs: array[int] | None = None
+    prompt_logprobs: array[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

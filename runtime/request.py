@@ -46,6 +46,11 @@ class Request:
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache spared it when it was first admitted."""
     first_token_s: float = 0.0
+    num_prompt_logprobs: int = 0
+    """Prompt tokens, from the second on, whose log-probabilities have come; computed again after
+    a pre-emption they are not taken again."""
+    prompt_logprobs: array[int] = field(default_factory=int32s)
+    """Those that wait for the first token of the answer, to be sent with it."""
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -69,6 +74,12 @@ class Request:
     def in_prompt(self) -> bool:
         """Whether tokens that its slot was opened with are still to be computed."""
         return self.num_computed < self.num_given
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether positions of its prompt are still to be computed, wherever their KV may be."""
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     @property
     def max_blocks(self) -> int:

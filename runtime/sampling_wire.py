@@ -32,7 +32,9 @@ def open_sampling(opened: Sequence[Request], eos_token_ids: Iterable[int]) -> ar
     `eos_token_ids` are the model's own ends of text.
     """
     slots = [_slot_sampling(request, eos_token_ids) for request in opened]
-    return int64s() if all(slot.is_plain for slot in slots) else pack_sampling(slots)
+    if all(slot.is_plain and not slot.wants_logprobs for slot in slots):
+        return int64s()
+    return pack_sampling(slots)
 
 
 def _slot_sampling(request: Request, eos_token_ids: Iterable[int]) -> SlotSampling:
@@ -48,6 +50,8 @@ def _slot_sampling(request: Request, eos_token_ids: Iterable[int]) -> SlotSampli
         min_tokens=params.min_tokens,
         bias=params.logit_bias,
         late_ids=tuple(sorted(late_ids)) if params.min_tokens else (),
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
     )
     if params.temperature == 0:
         return slot

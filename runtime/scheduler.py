@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from unisono.runtime.block_ledger import BlockLedger
+from unisono.runtime.logprobs import LogprobCutter
 from unisono.runtime.protocol import RequestRejected
 from unisono.runtime.request import Request, blocks_for
 from unisono.runtime.sampling_wire import open_sampling
@@ -31,6 +32,8 @@ class NewToken:
     request: Request
     token_id: int
     reason: str | None
+    logprobs: array[int] | None = None
+    """`logprob_width` items, if the request wants them."""
 
 
 class Scheduler:
@@ -140,22 +143,27 @@ class Scheduler:
             **_block_arrays(self._running),
         )
 
-    def apply(self, tokens: Sequence[int]) -> list[NewToken]:
-        """Take the tokens of the step's sampling rows, in row order."""
+    def apply(self, tokens: Sequence[int], logprobs: array[int] | None = None) -> list[NewToken]:
+        """Take the tokens of the step's sampling rows, in row order, and all log-probabilities."""
         rows = list(zip(self._in_flight, self._rows.phase, strict=True))
+        cutter = LogprobCutter(logprobs)
+        for row in zip(self._in_flight, self._rows.start, self._rows.count, strict=True):
+            cutter.give_prompt(*row)
         self._in_flight = []
         for request, _ in rows:
             self._publish(request)
         sampling = [request for request, phase in rows if phase != Phase.CHUNK]
         news = []
         for request, token_id in zip(sampling, tokens, strict=True):
+            record = cutter.cut(request)
             if request.slot == 0:  # aborted while the step ran
                 continue
             request.answer_ids.append(token_id)
             reason = finish_reason(request, token_id, self._eos_token_ids)
-            news.append(NewToken(request, token_id, reason))
+            news.append(NewToken(request, token_id, reason, record))
             if reason is not None:
                 self._close(request)
+        cutter.check_empty()
         return news
 
     def audit(self) -> None:
@@ -250,7 +258,7 @@ class Scheduler:
 
     def _find_shared(self, request: Request) -> list[int]:
         """Published blocks that hold its first tokens; the last is always left to compute."""
-        if not self._prefix_cache:
+        if not self._prefix_cache or request.lacks_prompt_logprobs:
             return []
         count = (request.num_tokens - 1) // BLOCK_SIZE
         self._name_blocks(request, count)

@@ -20,6 +20,13 @@ from unisono.workers.protocol import (
     StepResult,
 )
 
+_SAME_ON_EVERY_RANK = {
+    "tokens": "tokens",
+    "logprobs": "log-probabilities",
+    "digest": "collectives",
+}
+"""Fields of a StepResult, and what differs where they do."""
+
 
 class Diverged(WorkerLost):
     """A rank computes something else than the others."""
@@ -81,10 +88,11 @@ class WorkerGroup:
         """Start a step on every rank."""
         self._send(plan)
 
-    def receive(self, step: int) -> array[int]:
-        """Wait for `step` on every rank; return its tokens.
+    def receive(self, step: int) -> StepResult:
+        """Wait for `step` on every rank; return the result of rank 0.
 
-        Raises Diverged naming the first rank whose tokens or collectives differ from rank 0's.
+        Raises Diverged naming the first rank whose tokens, log-probabilities or collectives
+        differ from rank 0's.
         """
         results: dict[int, StepResult] = {}
         while len(results) < self._num_ranks:
@@ -95,11 +103,10 @@ class WorkerGroup:
                     raise ProtocolError(f"{type(other).__name__} while step {step} is due")
         first = results[0]
         for rank in range(1, self._num_ranks):
-            result = results[rank]
-            if (result.tokens, result.digest) != (first.tokens, first.digest):
-                what = "tokens" if result.tokens != first.tokens else "collectives"
-                raise Diverged(f"other {what} than rank 0", rank=rank, phase="step", step=step)
-        return first.tokens
+            for name, what in _SAME_ON_EVERY_RANK.items():
+                if getattr(results[rank], name) != getattr(first, name):
+                    raise Diverged(f"other {what} than rank 0", rank=rank, phase="step", step=step)
+        return first
 
     def check(self) -> None:
         """Raise RankFault if a rank has failed while nothing was due."""

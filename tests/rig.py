@@ -28,6 +28,7 @@ from unisono.models.registry import model_class
 from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape
 from unisono.ops.comm import Group
+from unisono.runtime.logprobs import take_prompt_logprobs
 from unisono.runtime.protocol import SamplingParams
 from unisono.runtime.request import Request
 from unisono.runtime.sampling_wire import with_seed
@@ -36,7 +37,7 @@ from unisono.workers.batch_builder import BatchBuilder
 from unisono.workers.device import torch_dtype
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
-from unisono.workers.model_runner import ModelRunner
+from unisono.workers.model_runner import ModelRunner, StepOutput
 from unisono.workers.protocol import Phase, StepPlan
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
@@ -106,6 +107,9 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     reason: str = ""
+    logprobs: list[array[int] | None] = field(default_factory=list)
+    prompt_logprobs: list[int] = field(default_factory=list)
+    """As they travel: `logprob_width` items a token."""
 
 
 class LocalEngine:
@@ -174,11 +178,14 @@ class LocalEngine:
             scheduler.audit()
             if plan is None:
                 continue
-            tokens, logits = self.step(plan)
-            for news, row in zip(scheduler.apply(tokens), logits, strict=True):
+            output, logits = self.step(plan)
+            news_of_step = scheduler.apply(output.tokens, output.logprobs)
+            for news, row in zip(news_of_step, logits, strict=True):
                 answer = answers[news.request.request_id]
                 answer.token_ids.append(news.token_id)
                 answer.logits.append(row)
+                answer.logprobs.append(news.logprobs)
+                answer.prompt_logprobs += take_prompt_logprobs(news.request) or []
                 answer.reason = news.reason or ""
             scheduler.audit()
         assert scheduler.ledger.num_free == scheduler.ledger.num_blocks
@@ -186,10 +193,10 @@ class LocalEngine:
         self.num_cached_tokens = [request.num_cached_tokens for _, request in asked]
         return answers
 
-    def step(self, plan: StepPlan) -> tuple[list[int], list[Tensor]]:
+    def step(self, plan: StepPlan) -> tuple[StepOutput, list[Tensor]]:
         """Run one plan on every rank; tokens, and the whole vocabulary's logits of their rows."""
 
-        def run(rank: Rank) -> list[int]:
+        def run(rank: Rank) -> StepOutput:
             try:
                 return rank.runner.step(plan)
             except BaseException:
@@ -197,13 +204,14 @@ class LocalEngine:
                     rank.group.meeting.barrier.abort()
                 raise
 
-        tokens = self._everywhere(run)
-        assert all(rank_tokens == tokens[0] for rank_tokens in tokens)
+        outputs = self._everywhere(run)
+        assert all(output == outputs[0] for output in outputs)
         digests = {rank.group.digest for rank in self.ranks}
         assert len(digests) == 1, "ranks ran different collectives"
         if not any(phase != Phase.CHUNK for phase in plan.rows.phase):
-            return [], []
-        return tokens[0], list(torch.cat([rank.logits.pop() for rank in self.ranks], dim=1))
+            return outputs[0], []
+        # The last are the sampling rows'; before them lie those of prompts' log-probabilities.
+        return outputs[0], list(torch.cat([rank.logits.pop() for rank in self.ranks], dim=1))
 
     @torch.inference_mode()
     def prompt_logits(self, ids: Sequence[int]) -> Tensor:

@@ -6,6 +6,7 @@ same bits. An op lands only with its row here.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.closeness import assert_same_bits
-from tests.rig import LocalEngine
+from tests.rig import LocalEngine, run_ranks
 from tests.tiny import random_ids, write_checkpoint
 from unisono.models.config import ModelConfig, RopeConfig
 from unisono.models.interface import Build
@@ -23,13 +24,14 @@ from unisono.models.layers.mlp import GatedMLP
 from unisono.models.partition import ModelPartition
 from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape, paged_attention, plan_attention
-from unisono.ops.comm import solo_group
+from unisono.ops.comm import Group, solo_group
 from unisono.ops.exactness import attention_threads
 from unisono.ops.linear import SMALL_HEIGHTS, ExactLinear, pack_linear, plain_product
 from unisono.ops.reference.activation import silu_and_mul
 from unisono.ops.reference.embedding import embed_shard
 from unisono.ops.reference.filters import filter_logits
 from unisono.ops.reference.gumbel import add_noise
+from unisono.ops.reference.logprobs import token_logprobs
 from unisono.ops.reference.norm import rms_norm
 from unisono.ops.reference.rope_kv import write_kv
 from unisono.ops.reference.rotary import apply_rope
@@ -172,6 +174,31 @@ def test_noise_and_filters(width: int) -> None:
 
     rows_keep_their_bits("noise", noise, torch.arange(count))
     rows_keep_their_bits("filters", filtered, torch.arange(count))
+
+
+@pytest.mark.parametrize("width", [1, 3, 199, 1003, 40000])
+def test_log_probabilities(width: int) -> None:
+    """They depend on the row alone: not on its company, nor on how its vocabulary was cut."""
+    count = 80 if width < 2000 else 9
+    logits, ids = 4 * torch.randn(count, width), torch.randint(width, (count,))
+    for place in range(4):
+        rows_keep_their_bits(
+            "log-probabilities",
+            lambda rows, place=place: token_logprobs(logits[rows], ids[rows], 5)[place],
+            torch.arange(count),
+        )
+    whole = token_logprobs(logits, ids, 5)
+    for ranks in (2, 3, 4):
+        cuts = [width * rank // ranks for rank in range(ranks + 1)]
+        widths = [b - a for a, b in itertools.pairwise(cuts)]
+
+        def shard(group: Group, cuts: list[int] = cuts, widths: list[int] = widths) -> Tensor:
+            mine = logits[:, cuts[group.rank] : cuts[group.rank + 1]].contiguous()
+            return group.gather(mine, widths)
+
+        for row in run_ranks(ranks, shard):
+            for part, want in zip(token_logprobs(row, ids, 5), whole, strict=True):
+                assert_same_bits(f"log-probabilities on {ranks} shards", part, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -9,10 +12,19 @@ from unisono.models.llama import Llama
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
+from unisono.workers.logprobs import prompt_logprobs, token_logprobs
 from unisono.workers.protocol import Phase, SlotSampling, StepPlan, unpack_sampling
 from unisono.workers.sampler import Sampler
 from unisono.workers.sampling_state import SamplingRows
 from unisono.workers.slot_table import SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step gives: `StepResult` has fields of the same names."""
+
+    tokens: list[int]
+    logprobs: array[int] | None
 
 
 class ModelRunner:
@@ -35,23 +47,26 @@ class ModelRunner:
         self._graphs = graphs
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> list[int]:
+    def step(self, plan: StepPlan) -> StepOutput:
         """Run `plan`; return a token for each of its sampling rows, in row order."""
         self._apply_changes(plan)
         inputs = self._builder.build(plan.rows)
         key = (len(inputs.batch.token_ids), len(plan.rows))
         hidden = self._graphs.run("forward", key, lambda: self._forward(inputs))
+        records = prompt_logprobs(plan.rows, self._slots, hidden, self._model.logits, self._sampler)
         if not len(inputs.logits_index):
-            return []
+            return StepOutput([], records or None)
+        row_slots = [
+            s for s, p in zip(plan.rows.slot, plan.rows.phase, strict=True) if p != Phase.CHUNK
+        ]
         sampling = self._slots.sampling.rows(
-            [s for s, p in zip(plan.rows.slot, plan.rows.phase, strict=True) if p != Phase.CHUNK],
-            inputs.sample_positions,
-            self._slots.token_ids,
+            row_slots, inputs.sample_positions, self._slots.token_ids
         )
-        tokens: list[int] = self._graphs.run(
+        logits, token_ids = self._graphs.run(
             "tail", key, lambda: self._tail(hidden, inputs, sampling)
         )
-        return tokens
+        records += token_logprobs(row_slots, self._slots, logits, token_ids, self._sampler)
+        return StepOutput(token_ids.tolist(), records or None)
 
     def _apply_changes(self, plan: StepPlan) -> None:
         start = 0
@@ -68,11 +83,13 @@ class ModelRunner:
     def _forward(self, inputs: StepInputs) -> Tensor:
         return self._model.forward(inputs.batch, self._cache.layers)
 
-    def _tail(self, hidden: Tensor, inputs: StepInputs, sampling: SamplingRows | None) -> list[int]:
+    def _tail(
+        self, hidden: Tensor, inputs: StepInputs, sampling: SamplingRows | None
+    ) -> tuple[Tensor, Tensor]:
         logits = self._model.logits(hidden.index_select(0, inputs.logits_index))
         token_ids = self._sampler.sample(logits, sampling)
         self._slots.append(inputs.sample_slots, inputs.sample_positions, token_ids)
-        return token_ids.tolist()
+        return logits, token_ids
 
 
 def _fresh_blocks(plan: StepPlan) -> list[int]:

@@ -45,6 +45,10 @@ class SlotSampling:
     """Where the answer begins; the slot may be opened with a part of it."""
     min_tokens: int = 0
     """Until so many are answered, `late_ids` may not come."""
+    logprobs: int = -1
+    """Log-probabilities of its tokens, each with so many likeliest ids; -1: none."""
+    prompt_logprobs: int = -1
+    """The same of every prompt token but the first."""
     bias: tuple[tuple[int, float], ...] = ()
     """Token ids, each once, and what is added to their logits."""
     late_ids: tuple[int, ...] = ()
@@ -71,9 +75,13 @@ class SlotSampling:
         """Whether the arg-max of the model's own logits is the answer."""
         return self.is_greedy and not self.is_penalized and not self.is_biased
 
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs >= 0 or self.prompt_logprobs >= 0
 
-_SCALARS = tuple(item.name for item in fields(SlotSampling))[:10]
-_NUMBERS = struct.Struct("<6d6q")
+
+_SCALARS = tuple(item.name for item in fields(SlotSampling))[:12]
+_NUMBERS = struct.Struct("<6d8q")
 """The scalar fields of a SlotSampling in their order, then how many biases and late ids follow."""
 _BIAS = struct.Struct("<qd")
 _LATE_ID = struct.Struct("<q")
@@ -109,6 +117,15 @@ def unpack_sampling(packed: array[int]) -> list[SlotSampling]:
             )
         )
     return slots
+
+
+def logprob_width(num_top: int) -> int:
+    """Items of one log-probability on the wire, all int32, with `num_top` likeliest ids.
+
+    The bits of its fp32 value, its rank (1: no id is likelier), then id and bits of each of the
+    likeliest; the id is -1 where the vocabulary has no more.
+    """
+    return 2 + 2 * num_top
 
 
 def int64s() -> array[int]:
@@ -217,6 +234,8 @@ class Ready:
 class StepResult:
     """`tokens[i]` belongs to the i-th row of the step that samples (phase PROMPT or DECODE).
 
+    `logprobs` is there if any was asked for: `logprob_width` items for each token, in row order.
+    First come the prompt tokens that the rows' positions predict, then the tokens of `tokens`.
     `digest` is the rank's rolling hash over (sequence, collective, size): equal on every rank,
     or the ranks have diverged.
     """
@@ -226,6 +245,7 @@ class StepResult:
     tokens: array[int]
     digest: int
     seconds: float
+    logprobs: array[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from unisono.models.partition import ModelPartition
@@ -34,6 +35,22 @@ class Sampler:
             bad = is_nan.nonzero().flatten().tolist()
             raise FloatingPointError(f"the logits of sampling rows {bad} hold NaN")
         return token_ids
+
+    def logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+        """logits [R, this rank's rows] fp32, token_ids [R] int64 -> [R, logprob_width] int32.
+
+        Of the model's own logits: penalties, biases, temperature and filters have no part in
+        them, nor have ids unknown to the tokenizer. The rows are brought whole to every rank, so
+        the bits depend neither on the company of a row nor on how the vocabulary is cut. Raises
+        FloatingPointError if a row's logits hold a NaN.
+        """
+        whole = self._group.gather(logits, self._widths)[:, : self._num_ids]
+        logprob, rank, top_ids, top = self._ops.token_logprobs(whole, token_ids, num_top)
+        if bool(logprob.isnan().any()):
+            raise FloatingPointError("logits whose log-probabilities are asked for hold NaN")
+        pairs = torch.stack((top_ids.int(), top.view(torch.int32)), dim=2)
+        own = torch.stack((logprob.view(torch.int32), rank.int()), dim=1)
+        return torch.cat((own, pairs.flatten(1)), dim=1)
 
     def _keys(self, logits: Tensor) -> Tensor:
         return self._ops.argmax_keys(logits, self._first_id, self._num_ids)

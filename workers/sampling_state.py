@@ -74,6 +74,10 @@ class SamplingState:
         self._reals[slot] = torch.tensor(reals, dtype=torch.float64)
         self._wholes[slot] = torch.tensor(wholes)
 
+    def of(self, slot: int) -> SlotSampling:
+        """How the tokens of `slot` are chosen."""
+        return self._slots[slot]
+
     def rows(
         self, slots: Sequence[int], positions: Tensor, token_ids: Tensor
     ) -> SamplingRows | None:

@@ -99,12 +99,13 @@ class Worker:
     def _step(self, plan: StepPlan) -> None:
         self._report.step = plan.step
         began = time.perf_counter()
-        tokens = self._runner.step(plan)
+        output = self._runner.step(plan)
         self._peer.send(
             StepResult(
                 rank=self._rank,
                 step=plan.step,
-                tokens=array("i", tokens),
+                tokens=array("i", output.tokens),
+                logprobs=output.logprobs,
                 digest=self._group.digest,
                 seconds=time.perf_counter() - began,
             )

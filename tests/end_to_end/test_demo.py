@@ -107,6 +107,40 @@ def test_twenty_answers_equal_transformers_on_one_two_and_three_ranks(
 
 
 @pytest.mark.timeout(200)
+def test_log_probabilities_are_those_of_transformers(
+    prompts_file: Path, oracle: tuple[Any, Any]
+) -> None:
+    """Of every token but the prompt's first: log softmax of its logits, teacher forced, and the
+    likeliest five where gaps allow; as many as tokens, and of a greedy answer each the best."""
+    model, tokenizer = oracle
+    few = prompts_file.with_name("two.txt")
+    few.write_text("\n".join((PROMPTS[0], PROMPTS[12])) + "\n", encoding="utf-8")
+    options = ("--logprobs", "5", "--prompt-logprobs", "5", "--max-tokens", "12", "--json", "--raw")
+    where = ("--prompts-file", str(few), "--dtype", "float32", "--tp", "2")
+    for answer in json_lines(run("generate", "demo", *options, *where)[0]):
+        first, *entries = answer["prompt_logprobs"] + answer["logprobs"]
+        assert first is None
+        ids = tokenizer(answer["prompt"])["input_ids"]
+        assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"] == len(ids)
+        assert len(answer["logprobs"]) == answer["usage"]["completion_tokens"]
+        ids += answer["token_ids"]
+        assert [entry["id"] for entry in entries] == ids[1:]
+        spelt = b"".join(bytes(entry["bytes"]) for entry in answer["logprobs"])
+        assert spelt.decode("utf-8", "replace").startswith(answer["text"])
+        with torch.no_grad():
+            want = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+        for entry, token, row in zip(entries, ids[1:], want, strict=True):
+            assert abs(entry["logprob"] - row[token]) < 1e-4
+            best = row.topk(6)
+            assert len(entry["top"]) == 5
+            for place, top in enumerate(entry["top"]):
+                assert abs(top["logprob"] - best.values[place]) < 1e-4
+            if bool(((best.values[:-1] - best.values[1:]) > 1e-4).all()):
+                assert [top["id"] for top in entry["top"]] == best.indices[:5].tolist()
+        assert {entry["rank"] for entry in answer["logprobs"]} == {1}
+
+
+@pytest.mark.timeout(200)
 def test_torchrun_gives_the_answer_of_our_launcher(prompts_file: Path) -> None:
     few = prompts_file.with_name("few.txt")
     few.write_text("\n".join(PROMPTS[:4]) + "\n", encoding="utf-8")

@@ -111,6 +111,30 @@ class FakeTokenizer:
     def stream(self) -> FakeDetokenizer:
         return FakeDetokenizer()
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b"<%d>" % token_id
+
+
+def logprob_items(token_ids: Sequence[int], num_top: int | None, start: int) -> array[int] | None:
+    """As on the wire: the token at place p has -p / 8 and rank p + 1; ids 0, 1, ... are likeliest.
+
+    The last of three or more likeliest ids is missing, as where a vocabulary has no more.
+    """
+    if num_top is None:
+        return None
+    items = array("i")
+    for place in range(start, start + len(token_ids)):
+        items += _bits(-place / 8)
+        items.append(place + 1)
+        for token in range(num_top):
+            items.append(token if token < 2 else -1)
+            items += _bits(-token - 0.5)
+    return items
+
+
+def _bits(value: float) -> array[int]:
+    return array("i", array("f", [value]).tobytes())
+
 
 class FakeEngine:
     """Answers a prompt with its own bytes in capitals, one token an event, requests in turn.
@@ -179,7 +203,14 @@ class FakeEngine:
             yield Rejected(request_id=request_id, message="needs 9 blocks, there are 8")
             return
         answer = [*text.upper().encode(), EOS][: params.max_tokens]
-        yield from (Delta(request_id=request_id, token_ids=array("i", [token])) for token in answer)
+        of_prompt = logprob_items(prompt_ids[1:], params.prompt_logprobs, 1)
+        for place, token in enumerate(answer):
+            yield Delta(
+                request_id=request_id,
+                token_ids=array("i", [token]),
+                logprobs=logprob_items([token], params.logprobs, place),
+                prompt_logprobs=None if place else of_prompt,
+            )
         reason = "stop" if answer[-1] == EOS else "length"
         yield Finished(
             request_id=request_id,

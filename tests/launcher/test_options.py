@@ -54,6 +54,8 @@ OTHER_VALUES = {
     "stop": ("a,b", ("a,b",)),
     "load_format": ("random", "random"),
     "overlay": ("norm=random", "norm=random"),
+    "logprobs": ("0", 0),
+    "prompt_logprobs": ("20", 20),
 }
 """For each option: text that differs from its default, and the value it stands for."""
 
@@ -173,6 +175,10 @@ def test_help_shows_text_choices_and_default():
         (["--logit-bias", "5"], "--logit-bias 5: expected pairs of a token id and a number"),
         (["--logit-bias", "5:nan"], "--logit-bias ((5, nan),): expected pairs of a token id"),
         (["--min-tokens", "-1"], "--min-tokens -1: must be at least 0"),
+        (["--logprobs", "-1"], "--logprobs -1: must be at least 0 and at most 20"),
+        (["--logprobs", "21"], "--logprobs 21: must be at least 0 and at most 20"),
+        (["--logprobs", "all"], "--logprobs all: expected a whole number"),
+        (["--prompt-logprobs", "21"], "--prompt-logprobs 21: must be at least 0 and at most 20"),
         (["--stop-token-ids", "1,x"], "--stop-token-ids 1,x: expected token ids separated by"),
         (["--stop-token-ids", ""], "--stop-token-ids : expected token ids separated by commas"),
         (["--stop", "a", "--stop", ""], "--stop ('a', ''): expected a tuple of texts that are not"),
@@ -217,6 +223,8 @@ def test_a_script_gets_the_same_checks(values, message):
         (SamplingParams(max_tokens=0), "--max-tokens 0: must be at least 1"),
         (SamplingParams(stop_token_ids=(300,)), "--stop-token-ids 300: the model's token ids run"),
         (SamplingParams(stop_token_ids=(-1,)), "--stop-token-ids -1: the model's token ids run"),
+        (SamplingParams(logprobs=21), "--logprobs 21: must be at least 0 and at most 20"),
+        (SamplingParams(prompt_logprobs=True), "--prompt-logprobs True: expected a whole number"),
         (SamplingParams(top_p=0), "--top-p 0: must be above 0 and at most 1"),
         (SamplingParams(logit_bias=((300, 1.0),)), "--logit-bias 300: the model's token ids run"),
         (SamplingParams(logit_bias=((3, 101),)), "--logit-bias 3:101: a bias is -100 to 100"),

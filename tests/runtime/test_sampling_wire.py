@@ -83,3 +83,11 @@ def test_only_what_would_end_the_answer_is_late() -> None:
     [slot] = unpack_sampling(open_sampling([request(ignoring)], [2, 4]))
     assert slot.late_ids == (9,)
     assert len(open_sampling([request(SamplingParams(stop_token_ids=(9,)))], [2])) == 0
+
+
+def test_a_greedy_request_that_wants_log_probabilities_says_so() -> None:
+    asked = [SamplingParams(logprobs=0), SamplingParams(prompt_logprobs=20), SamplingParams()]
+    own, prompts, none = unpack_sampling(open_sampling([request(each) for each in asked], [2]))
+    assert (own.logprobs, own.prompt_logprobs, own.wants_logprobs) == (0, -1, True)
+    assert (prompts.logprobs, prompts.prompt_logprobs, prompts.num_prompt_tokens) == (-1, 20, 3)
+    assert not none.wants_logprobs

@@ -113,10 +113,9 @@ def instances(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def _evaluate(text: Any, cls: type) -> Any:
-    if text == "array[int]":
-        return array
     module = __import__(cls.__module__, fromlist=["*"])
-    return eval(text, vars(module)) if isinstance(text, str) else text
+    # Before Python 3.12 an array takes no item type.
+    return eval(text.replace("array[int]", "array"), vars(module))
 
 
 def frames_of(message: object, sequence: int = 0) -> list[bytes]:
@@ -148,6 +147,14 @@ def test_arrays_keep_their_type_and_travel_raw():
     assert msgpack.unpackb(header) == [1, SESSION, 0, "StepResult", "q"]
     assert msgpack.unpackb(body)["tokens"] == 2
     assert read([header, body, raw], StepResult).tokens.typecode == "q"
+
+
+def test_a_step_without_log_probabilities_has_no_frame_for_them():
+    """Nothing is sent that nobody asked for; with them there is one frame more, raw."""
+    plain = StepResult(rank=0, step=1, tokens=array("i", [7]), digest=1, seconds=1)
+    assert len(frames_of(plain)) == 3
+    asked = dataclasses.replace(plain, logprobs=array("i", [-1, 1]))
+    assert frames_of(asked)[3:] == [(-1).to_bytes(4, "little", signed=True) + b"\1\0\0\0"]
 
 
 def test_an_int_is_welcome_where_a_float_is_due():

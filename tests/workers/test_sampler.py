@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.launcher.fakes import tiny_model
@@ -13,7 +15,12 @@ from tests.rig import run_ranks
 from unisono.models.partition import ModelPartition
 from unisono.ops import dispatch
 from unisono.ops.comm import Group
-from unisono.workers.protocol import SlotSampling, pack_sampling, unpack_sampling
+from unisono.workers.protocol import (
+    SlotSampling,
+    logprob_width,
+    pack_sampling,
+    unpack_sampling,
+)
 from unisono.workers.sampler import Sampler
 from unisono.workers.sampling_state import SamplingState
 
@@ -112,6 +119,66 @@ def test_nan_is_found_in_every_kind_of_row(slot: int) -> None:
         sample(logits, [slot, slot], positions, 1)
 
 
-def test_packed_sampling_comes_back_exactly() -> None:
+WHOLE = st.integers(-(2**63), 2**63 - 1)
+REAL = st.floats(allow_nan=False)
+
+
+@st.composite
+def slot_samplings(draw: st.DrawFn) -> SlotSampling:
+    values = {"float": REAL, "int": WHOLE}
+    scalars = {
+        item.name: draw(values[str(item.type)])
+        for item in dataclasses.fields(SlotSampling)
+        if item.type in values
+    }
+    return SlotSampling(
+        **scalars,
+        bias=tuple(draw(st.lists(st.tuples(WHOLE, REAL), max_size=3))),
+        late_ids=tuple(draw(st.lists(WHOLE, max_size=3))),
+    )
+
+
+@given(st.lists(slot_samplings(), max_size=4))
+def test_packed_sampling_comes_back_exactly(slots: list[SlotSampling]) -> None:
+    assert unpack_sampling(pack_sampling(slots)) == slots
     assert unpack_sampling(pack_sampling(KINDS)) == KINDS
-    assert unpack_sampling(pack_sampling([])) == []
+
+
+def logprobs(logits: Tensor, token_ids: Tensor, num_top: int, ranks: int) -> Tensor:
+    partition = ModelPartition.of(dataclasses.replace(tiny_model(), num_kv_heads=4), ranks)
+    ops = dispatch.resolve(CPU, 8)
+
+    def body(group: Group) -> Tensor:
+        first, stop = partition.vocab.ranges[group.rank]
+        sampler = Sampler(ops, group, partition, NUM_IDS)
+        return sampler.logprobs(logits[:, first:stop].contiguous(), token_ids, num_top)
+
+    records = run_ranks(ranks, body)
+    assert all(torch.equal(record, records[0]) for record in records)
+    return records[0]
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 20])
+def test_logprobs_are_the_same_on_every_rank_and_for_every_cut(num_top: int) -> None:
+    """Ids unknown to the tokenizer, though likeliest here, take no part."""
+    logits, _, _ = many_rows(70)
+    token_ids = torch.randint(NUM_IDS, (70,))
+    alone = logprobs(logits, token_ids, num_top, 1)
+    assert alone.dtype == torch.int32
+    assert alone.shape == (70, logprob_width(num_top))
+    want = logits[:, :NUM_IDS].double().log_softmax(-1)
+    own = alone[:, 0].contiguous().view(torch.float32).double()
+    assert bool(((own - want[torch.arange(70), token_ids]).abs() < 2e-6).all())
+    ids = alone[:, 2::2]
+    order = logits[:, :NUM_IDS].sort(dim=-1, descending=True, stable=True).indices
+    assert torch.equal(ids.long(), order[:, :num_top])
+    for ranks in (2, 3, 4):
+        assert torch.equal(logprobs(logits, token_ids, num_top, ranks), alone)
+    assert torch.equal(logprobs(logits[5:6], token_ids[5:6], num_top, 2), alone[5:6])
+
+
+def test_nan_has_no_logprob() -> None:
+    logits = torch.zeros(2, tiny_model().vocab_size)
+    logits[1, 3] = float("nan")
+    with pytest.raises(FloatingPointError, match="asked for hold NaN"):
+        logprobs(logits, torch.tensor([0, 0]), 1, 1)
