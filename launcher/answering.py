@@ -37,6 +37,8 @@ class Request:
     index: int
     prompt: str
     prompt_ids: tuple[int, ...]
+    priority: int = 0
+    """Lower goes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,8 @@ class Answer:
     error: str = ""
     numerics: str = ""
     """How it was computed (`numerics_of`): only answers that agree in it must agree in tokens."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed, because an earlier request began with the same."""
 
     @property
     def token_s(self) -> float:
@@ -96,7 +100,7 @@ class Answer:
 class RequestChannel(Protocol):
     """What the loop needs of an engine."""
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int: ...
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int) -> int: ...
 
     def abort(self, request_id: int) -> None: ...
 
@@ -121,6 +125,7 @@ class _Open:
     first_token_s: float = 0.0
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
     num_shown: int = 0
     """Tokens that pieces have carried so far."""
 
@@ -176,7 +181,7 @@ class Answering:
     ) -> int:
         """Submit `request`; `sink` gets its pieces and then its answer. Returns its id."""
         search = StopStrings(params.stop).search()
-        request_id = self._engine.submit(request.prompt_ids, params)
+        request_id = self._engine.submit(request.prompt_ids, params, request.priority)
         self._running[request_id] = _Open(request, self._tokenizer.stream(), search, sink)
         return request_id
 
@@ -200,6 +205,7 @@ class Answering:
         entry = self._running[event.request_id]
         match event:
             case Delta():
+                entry.num_cached_tokens = event.num_cached_tokens
                 text = entry.take(event.token_ids)
                 if entry.search.found:
                     self.drop(event.request_id)
@@ -235,6 +241,7 @@ class Answering:
                 total_s=total_s,
                 error=error,
                 numerics=self._numerics,
+                num_cached_tokens=entry.num_cached_tokens,
             )
         )
 

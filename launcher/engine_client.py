@@ -106,7 +106,7 @@ class Engine:
                 self._lost = too_late(self._phases, self._config.start_timeout_s)
                 raise self._lost
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0) -> int:
         """Hand over a request; return the id that its events carry.
 
         Raises RequestRejected for a token id that is no 32-bit number.
@@ -117,7 +117,14 @@ class Engine:
             raise RequestRejected(f"prompt token ids are 32-bit whole numbers: {error}") from None
         request_id = self._next_id
         self._next_id += 1
-        self._send(Submit(request_id=request_id, prompt_ids=prompt, params=with_seed(params)))
+        self._send(
+            Submit(
+                request_id=request_id,
+                prompt_ids=prompt,
+                params=with_seed(params),
+                priority=priority,
+            )
+        )
         return request_id
 
     def abort(self, request_id: int) -> None:

@@ -27,6 +27,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -34,7 +35,7 @@ from unisono.launcher.answering import Answer, Piece, Request, check_prompts, nu
 from unisono.launcher.cluster import detect_cluster
 from unisono.launcher.engine_client import Engine
 from unisono.launcher.engine_thread import EngineThread, Job, News
-from unisono.launcher.options import check_sampling_params
+from unisono.launcher.options import check_sampling_params, option_spec
 from unisono.launcher.resolve import prepare, with_tokenizer
 from unisono.launcher.tokenizer import Tokenizer
 from unisono.models.config import ConfigError
@@ -89,50 +90,68 @@ class LLM:
         self.close()
 
     def generate(
-        self, prompts: str | Sequence[str], params: SamplingParams | None = None
+        self,
+        prompts: str | Sequence[str],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> list[Answer]:
         """Continue each prompt as it is, without a chat template; answers in prompt order.
+
+        Requests of lower `priority` go first. That changes when an answer comes, never which.
 
         Raises RequestRejected before anything is computed if a prompt is empty or too long, and
         ConfigError for illegal `params`. A prompt that the engine itself refuses gets an answer
         whose `finish_reason` is rejected.
         """
-        requests = self._texts(prompts)
-        return _in_order(list(self._news(self._checked(requests, params), params, whole=True)))
+        requests = self._checked(self._texts(prompts), params, priority)
+        return _in_order(list(self._news(requests, params, whole=True)))
 
-    def chat(self, messages: Messages, params: SamplingParams | None = None) -> Answer:
+    def chat(
+        self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Answer:
         """Answer one conversation through the model's chat template. Raises like `generate`."""
-        requests = self._checked([self._conversation(messages)], params)
+        requests = self._checked([self._conversation(messages)], params, priority)
         [answer] = _in_order(list(self._news(requests, params, whole=True)))
         return answer
 
-    def stream(self, prompt: str | Messages, params: SamplingParams | None = None) -> Stream:
+    def stream(
+        self, prompt: str | Messages, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Stream:
         """Answer a text as `generate` does, or messages as `chat` does, piece by piece.
 
         Raises like them at once; the request starts with the first `next`. Closing the stream
         aborts it.
         """
-        requests = self._checked([self._prompt(prompt)], params)
+        requests = self._checked([self._prompt(prompt)], params, priority)
         return Stream(self._news(requests, params, whole=False))
 
     async def agenerate(
-        self, prompts: str | Sequence[str], params: SamplingParams | None = None
+        self,
+        prompts: str | Sequence[str],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> list[Answer]:
         """Like `generate`; cancelling aborts what still runs."""
-        requests = self._checked(self._texts(prompts), params)
+        requests = self._checked(self._texts(prompts), params, priority)
         async with aclosing(self._anews(requests, params, whole=True)) as news:
             return _in_order([event async for event in news])
 
-    async def achat(self, messages: Messages, params: SamplingParams | None = None) -> Answer:
+    async def achat(
+        self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Answer:
         """Like `chat`; cancelling aborts the answer."""
-        requests = self._checked([self._conversation(messages)], params)
+        requests = self._checked([self._conversation(messages)], params, priority)
         async with aclosing(self._anews(requests, params, whole=True)) as news:
             [answer] = _in_order([event async for event in news])
             return answer
 
-    def astream(self, prompt: str | Messages, params: SamplingParams | None = None) -> AsyncStream:
+    def astream(
+        self, prompt: str | Messages, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncStream:
         """Like `stream`. Leave it through `async with`, or `aclose`, to abort at once."""
-        requests = self._checked([self._prompt(prompt)], params)
+        requests = self._checked([self._prompt(prompt)], params, priority)
         return AsyncStream(self._anews(requests, params, whole=False))
 
     def close(self) -> None:
@@ -161,13 +180,14 @@ class LLM:
         return Request(index=0, prompt=messages[-1]["content"], prompt_ids=tuple(ids))
 
     def _checked(
-        self, requests: Sequence[Request], params: SamplingParams | None
+        self, requests: Sequence[Request], params: SamplingParams | None, priority: int
     ) -> Sequence[Request]:
+        option_spec("priority").check(priority)
         worker = self._config.runtime.worker
         if params is not None:
             check_sampling_params(params, worker.model)
         check_prompts(requests, worker)
-        return requests
+        return [replace(request, priority=priority) for request in requests]
 
     def _news(
         self, requests: Sequence[Request], params: SamplingParams | None, *, whole: bool

@@ -1,9 +1,9 @@
 """The options a user may set: derived from the config dataclasses, each default written once.
 
-A field of `LaunchConfig`, `RuntimeConfig`, `WorkerConfig` or `SamplingParams` is an option: its
-name, type and default come from the dataclass, its help from the docstring literal below the
-field. This file adds what a type cannot say: the legal choices and the least value. The command
-line and `LLM` check values by the same `OptionSpec.check`.
+A field of `LaunchConfig`, `RuntimeConfig`, `WorkerConfig`, `SamplingParams` or `Submit` that has a
+default is an option: its name, type and default come from the dataclass, its help from the
+docstring literal below the field. This file adds what a type cannot say: the legal choices and the
+least value. The command line and `LLM` check values by the same `OptionSpec.check`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import click
 from unisono.launcher.config import LOG_LEVELS, LaunchConfig
 from unisono.models.config import ConfigError, ModelConfig
 from unisono.runtime.config import RuntimeConfig
-from unisono.runtime.protocol import SamplingParams
+from unisono.runtime.protocol import SamplingParams, Submit
 from unisono.workers.config import DEVICES, DTYPES, WorkerConfig
 
 LAUNCH_OPTIONS = (
@@ -73,6 +73,7 @@ _LEAST = {
     "min_p": 0,
     "seed": 0,
     "presence_penalty": -2,
+    "priority": -(2**31),
     "frequency_penalty": -2,
     "min_tokens": 0,
 }
@@ -83,6 +84,7 @@ _MOST = {
     "min_p": 1,
     "top_k": 2**31 - 1,
     "seed": 2**63 - 1,
+    "priority": 2**31 - 1,
     "repetition_penalty": 100,
     "presence_penalty": 2,
     "frequency_penalty": 2,
@@ -279,7 +281,7 @@ def _all_specs() -> dict[str, OptionSpec]:
             most=_MOST.get(field.name),
             zero_is_auto=field.name in _ZERO_IS_AUTO,
         )
-        for owner in (LaunchConfig, RuntimeConfig, WorkerConfig, SamplingParams)
+        for owner in (LaunchConfig, RuntimeConfig, WorkerConfig, SamplingParams, Submit)
         for field in dataclasses.fields(owner)
         if field.default is not MISSING
     }

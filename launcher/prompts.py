@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from unisono.launcher.answering import Request
+from unisono.launcher.options import option_spec
 from unisono.models.config import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ class Prompt:
     text: str
     """The text; of a chat, its last message."""
     messages: tuple[dict[str, str], ...] = ()
+    priority: int | None = None
+    """None: that of the command."""
     origin: str
     """Where it was found, for error messages."""
 
@@ -38,8 +41,8 @@ def gather_prompts(
     """Return the prompts of the arguments, then those of the file; with neither, all of stdin.
 
     A file holds one prompt a line, or, if its name ends in .jsonl, one object a line with
-    "prompt" or "messages"; empty lines are skipped; `-` is standard input, read as text lines.
-    Raises ConfigError naming the argument or line that is wrong.
+    "prompt" or "messages" and maybe "priority"; empty lines are skipped; `-` is standard input,
+    read as text lines. Raises ConfigError naming the argument or line that is wrong.
     """
     if not arguments and prompts_file is None:
         return [_whole_stdin(stdin)]
@@ -53,9 +56,16 @@ def gather_prompts(
 
 
 def tokenize_prompts(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer, *, raw: bool, system: str | None
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    *,
+    raw: bool,
+    system: str | None,
+    priority: int = 0,
 ) -> list[Request]:
     """Turn prompts into requests, through the chat template unless `raw` or there is none.
+
+    `priority` is for those that have none of their own.
 
     Raises ConfigError where a system text or messages have no template to go through.
     """
@@ -72,7 +82,14 @@ def tokenize_prompts(
             raise ConfigError(f"{prompt.origin}: messages need a chat template, and {why}")
         else:
             prompt_ids = tokenizer.encode(prompt.text)
-        requests.append(Request(index=index, prompt=prompt.text, prompt_ids=tuple(prompt_ids)))
+        requests.append(
+            Request(
+                index=index,
+                prompt=prompt.text,
+                prompt_ids=tuple(prompt_ids),
+                priority=priority if prompt.priority is None else prompt.priority,
+            )
+        )
     return requests
 
 
@@ -138,14 +155,30 @@ def _json_prompt(line: str, origin: str) -> Prompt:
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "not readable"
         raise ConfigError(f"{origin}: not JSON ({reason})") from None
-    if not isinstance(entry, dict) or entry.keys() not in ({"prompt"}, {"messages"}):
+    keys = entry.keys() - {"priority"} if isinstance(entry, dict) else set()
+    if keys not in ({"prompt"}, {"messages"}):
         raise ConfigError(
-            f'{origin}: expected an object with either "prompt" or "messages" and nothing else'
+            f'{origin}: expected an object with either "prompt" or "messages", '
+            'maybe "priority", and nothing else'
         )
+    prompt = _prompt_of(entry, origin)
+    return replace(prompt, priority=_priority(entry, origin)) if "priority" in entry else prompt
+
+
+def _prompt_of(entry: Mapping[str, Any], origin: str) -> Prompt:
     if "prompt" in entry:
         return _text_prompt(entry["prompt"], origin)
     messages = _messages(entry["messages"], origin)
     return Prompt(text=messages[-1]["content"], messages=messages, origin=origin)
+
+
+def _priority(entry: Mapping[str, Any], origin: str) -> int:
+    try:
+        option_spec("priority").check(entry["priority"])
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from None
+    priority: int = entry["priority"]
+    return priority
 
 
 def _messages(value: Any, origin: str) -> tuple[dict[str, str], ...]:

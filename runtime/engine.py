@@ -79,6 +79,7 @@ class Engine:
             params=message.params,
             max_tokens=min(message.params.max_tokens, room),
             arrived_s=time.monotonic(),
+            priority=message.priority,
         )
         try:
             self._scheduler.add(request)
@@ -91,7 +92,11 @@ class Engine:
             request.first_token_s = now - request.arrived_s
         self._hub.send(
             request.client,
-            Delta(request_id=request.request_id, token_ids=array("i", [news.token_id])),
+            Delta(
+                request_id=request.request_id,
+                token_ids=array("i", [news.token_id]),
+                num_cached_tokens=request.num_cached_tokens,
+            ),
         )
         if news.reason is not None:
             self._hub.send(
@@ -103,5 +108,6 @@ class Engine:
                     num_tokens=request.num_answered,
                     first_token_s=request.first_token_s,
                     total_s=now - request.arrived_s,
+                    num_cached_tokens=request.num_cached_tokens,
                 ),
             )

@@ -100,6 +100,8 @@ class Submit:
     request_id: int
     prompt_ids: array[int]
     params: SamplingParams
+    priority: int = 0
+    """Lower goes first, and may take the place of what runs; it changes no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +146,8 @@ class Delta:
 
     request_id: int
     token_ids: array[int]
+    num_cached_tokens: int = 0
+    """As in `Finished`, which does not come where the launcher ends the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +163,8 @@ class Finished:
     num_tokens: int
     first_token_s: float
     total_s: float
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache spared it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
