@@ -34,6 +34,7 @@ LAUNCH_OPTIONS = (
     "max_model_len",
     "max_requests",
     "kv_tokens",
+    "memory_utilization",
     "max_step_tokens",
     "no_prefix_cache",
     "log_level",
@@ -77,11 +78,12 @@ _LEAST = {
     "frequency_penalty": -2,
     "min_tokens": 0,
 }
-_ABOVE = {"top_p": 0, "repetition_penalty": 0}
+_ABOVE = {"top_p": 0, "repetition_penalty": 0, "memory_utilization": 0}
 _MOST = {
     "temperature": 100,
     "top_p": 1,
     "min_p": 1,
+    "memory_utilization": 1,
     "top_k": 2**31 - 1,
     "seed": 2**63 - 1,
     "priority": 2**31 - 1,
@@ -90,7 +92,7 @@ _MOST = {
     "frequency_penalty": 2,
 }
 _BIAS_LIMIT = 100
-_ZERO_IS_AUTO = ("max_model_len",)
+_ZERO_IS_AUTO = ("max_model_len", "memory_utilization")
 _PAIRS = "tuple[tuple[int, float], ...]"
 _METAVARS = {
     "int": "N",
@@ -212,6 +214,11 @@ def make_launch_config(
     Raises ConfigError for an unknown name or an illegal value.
     """
     _check_all(values, LAUNCH_OPTIONS)
+    if values.get("kv_tokens") and values.get("memory_utilization"):
+        raise ConfigError(
+            f"--memory-utilization {values['memory_utilization']}: --kv-tokens "
+            f"{values['kv_tokens']} sets the size of the KV cache by itself; give one of the two"
+        )
     worker = WorkerConfig(model_path=model_path, model=model, **_fields_of(WorkerConfig, values))
     runtime = RuntimeConfig(worker=worker, **_fields_of(RuntimeConfig, values))
     return LaunchConfig(runtime=runtime, **_fields_of(LaunchConfig, values))

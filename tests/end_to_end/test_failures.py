@@ -198,3 +198,15 @@ def test_a_closed_pipe_is_quiet(model: str) -> None:
     process.stderr.close()
     process.wait(timeout=20)
     assert "Traceback" not in err
+
+
+def test_a_cache_that_does_not_fit_says_what_helps(model: str) -> None:
+    _, err = run("generate", model, "hello", "--memory-utilization", "1e-9", code=1)
+    line = last_line(err)
+    assert line.startswith("unisono: rank 0 failed in phase 'take memory': OutOfMemory: one KV")
+    assert "--memory-utilization 1e-09 of the host's" in line
+    assert line.endswith("raise it to at least 0.002")
+    _, err = run(
+        *("generate", model, "hello", "--memory-utilization", "0.5", "--kv-tokens", "64"), code=2
+    )
+    assert "give one of the two" in last_line(err)
