@@ -40,6 +40,7 @@ LAUNCH_OPTIONS = (
     "log_level",
     "start_timeout_s",
     "stop_grace_s",
+    "flight_dir",
 )
 """Fields of the three nested configs; `LLM` and `unisono generate` take all of them."""
 SAMPLING_OPTIONS = (
@@ -151,6 +152,8 @@ class OptionSpec:
         """What stands for the value in the help."""
         if self.choices:
             return f"[{'|'.join(self.choices)}]"
+        if self.name.endswith("_dir"):
+            return "DIR"
         return "SECONDS" if self._is_time else _METAVARS[self.kind]
 
     @property

@@ -7,12 +7,16 @@ from array import array
 
 from unisono.runtime.protocol import (
     Abort,
+    Crashed,
     Delta,
     Finished,
     Rejected,
+    Replayed,
     RequestRejected,
+    Rerun,
     Stop,
     Submit,
+    WorkerLost,
 )
 from unisono.runtime.request import Request
 from unisono.runtime.scheduler import NewToken, Scheduler
@@ -21,6 +25,10 @@ from unisono.workers.channel import Hub, ProtocolError
 
 _IDLE_S = 0.25
 """How long an idle engine waits for a request before it looks after its ranks."""
+
+
+class ToldToEnd(WorkerLost):
+    """The launcher says that a process is gone; it needs no report."""
 
 
 class Engine:
@@ -34,6 +42,7 @@ class Engine:
         self._scheduler = scheduler
         self._max_model_len = max_model_len
         self._stopped = False
+        workers.on_silence = self._drain
 
     def run(self) -> None:
         """Serve. Raises WorkerLost (RankFault with the rank's own exception)."""
@@ -67,6 +76,12 @@ class Engine:
                 case Stop():
                     self._stopped = True
                     return
+                case Rerun(plan=plan):
+                    self._workers.send(plan)
+                    tokens = self._workers.receive(plan.step)
+                    self._hub.send(client, Replayed(step=plan.step, tokens=tokens))
+                case Crashed(message=text):
+                    raise ToldToEnd(text)
                 case _:
                     raise ProtocolError(f"client {client} sent {type(message).__name__}")
 

@@ -39,6 +39,7 @@ OTHER_VALUES = {
     "log_level": ("debug", "debug"),
     "start_timeout_s": ("12.5", 12.5),
     "stop_grace_s": ("0", 0.0),
+    "flight_dir": ("d", "d"),
     "max_tokens": ("9", 9),
     "ignore_eos": (None, True),
     "stop_token_ids": ("7,11", (7, 11)),
