@@ -38,12 +38,20 @@ class Request:
     prompt_ids: tuple[int, ...]
     gives_ids: bool = False
     """The user gave `prompt_ids`, and `prompt` only spells them."""
+    priority: int = 0
+    """Lower goes first."""
 
 
-def ids_request(index: int, prompt_ids: Sequence[int]) -> Request:
+def ids_request(index: int, prompt_ids: Sequence[int], priority: int = 0) -> Request:
     """A request for what follows `prompt_ids`, as they are."""
     spelt = " ".join(map(str, prompt_ids))
-    return Request(index=index, prompt=spelt, prompt_ids=tuple(prompt_ids), gives_ids=True)
+    return Request(
+        index=index,
+        prompt=spelt,
+        prompt_ids=tuple(prompt_ids),
+        gives_ids=True,
+        priority=priority,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +102,8 @@ class Answer:
     asked for, or rejected."""
     numerics: str = ""
     """How it was computed (`numerics_of`): only answers that agree in it must agree in tokens."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed, because an earlier request began with the same."""
 
     @property
     def token_s(self) -> float:
@@ -112,7 +122,7 @@ class Answer:
 class RequestChannel(Protocol):
     """What the loop needs of an engine."""
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int: ...
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int) -> int: ...
 
     def abort(self, request_id: int) -> None: ...
 
@@ -149,6 +159,7 @@ class _Open:
     first_token_s: float = 0.0
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
     num_shown: int = 0
     """Tokens that pieces have carried so far."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -238,7 +249,7 @@ class Answering:
     ) -> int:
         """Submit `request`; `sink` gets its pieces and then its answer. Returns its id."""
         search = StopStrings(params.stop).search()
-        request_id = self._engine.submit(request.prompt_ids, params)
+        request_id = self._engine.submit(request.prompt_ids, params, request.priority)
         words = self._tokenizer.stream()
         self._running[request_id] = _Open(request, params, self._tokenizer, words, search, sink)
         return request_id
@@ -263,6 +274,7 @@ class Answering:
         entry = self._running[event.request_id]
         match event:
             case Delta():
+                entry.num_cached_tokens = event.num_cached_tokens
                 text = entry.take(event)
                 if entry.search.found:
                     self.drop(event.request_id)
@@ -300,6 +312,7 @@ class Answering:
                 logprobs=entry.logprobs_from(0),
                 prompt_logprobs=entry.all_prompt_logprobs(),
                 numerics=self._numerics,
+                num_cached_tokens=entry.num_cached_tokens,
             )
         )
 

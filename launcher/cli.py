@@ -32,6 +32,7 @@ COMMANDS = {
         "unisono.launcher.inspect",
         "Show what each rank would hold and how fast it can be.",
     ),
+    "replay": ("unisono.launcher.replay", "Run a step of a crashed engine again and compare."),
     "doctor": (
         "unisono.launcher.doctor",
         "Examine this machine and say what to do about it.",
@@ -154,6 +155,7 @@ def _as_facts(error: Exception, code: int) -> dict[str, object]:
     if isinstance(error, WorkerLost):
         facts["error"] = error.error or facts["error"]
         facts |= {"rank": error.rank, "phase": error.phase, "step": error.step}
+        facts |= {"flight": error.flight} if error.flight else {}
     return facts
 
 

@@ -20,3 +20,6 @@ class LaunchConfig:
     """Seconds until every rank must have loaded its weights."""
     stop_grace_s: float = 5.0
     """Seconds a process has to end by itself before it is killed."""
+    flight_dir: str = ""
+    """Where the last steps are written if the engine fails, for `unisono replay`; otherwise in the
+    user's own directory for such files."""

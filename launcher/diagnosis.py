@@ -6,6 +6,7 @@ cause is the rank's own exception; or, if there is none, the process that died f
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Mapping, Sequence
 
@@ -54,6 +55,21 @@ def too_late(phases: Mapping[str, str], timeout_s: float) -> WorkerLost:
     ranks = [name for name in phases if name != process_name(-1)]
     said = ", ".join(f"{name} is in phase {phases[name]!r}" for name in ranks)
     return WorkerLost(f"start-up took more than {timeout_s:g} s: {said}")
+
+
+def with_flight(lost: WorkerLost, path: str) -> WorkerLost:
+    """The same error with the file that holds the last steps; "": there is none."""
+    if not path:
+        return lost
+    return WorkerLost(
+        f"{lost}; to run the step again: unisono replay {shlex.quote(path)}",
+        rank=lost.rank,
+        phase=lost.phase,
+        step=lost.step,
+        error=lost.error,
+        traceback=lost.traceback,
+        flight=path,
+    )
 
 
 def _own(failures: Sequence[Failed]) -> list[Failed]:

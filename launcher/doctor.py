@@ -24,7 +24,7 @@ from unisono.launcher.options import config_options, given, make_launch_config, 
 from unisono.models.config import ConfigError, ModelConfig
 from unisono.models.partition import ModelPartition, legal_rank_counts
 from unisono.runtime.protocol import EngineError
-from unisono.workers.config import BLOCK_SIZE
+from unisono.workers.config import BLOCK_SIZE, HOST_SHARE
 from unisono.workers.probes import LinearShape, Measured
 
 OPTIONS = ("tp", "dtype")
@@ -40,7 +40,6 @@ SHAPES = ((576, 576), (1536, 576), (2048, 2048))
 LARGEST_WEIGHT = 64 << 20
 """Elements: the proof of a larger one would take too long."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-_KV_SHARE = 4
 
 
 class Unusable(EngineError):
@@ -117,8 +116,8 @@ def model_fit(name: str, partition: ModelPartition, dtype: str, host: HostReport
         legal_rank_counts=legal_rank_counts(config),
         weight_bytes=weights,
         kv_bytes_per_token=per_token,
-        fits=left // _KV_SHARE >= per_token * BLOCK_SIZE,
-        kv_tokens=max(left // _KV_SHARE // per_token, 0),
+        fits=left * HOST_SHARE >= per_token * BLOCK_SIZE,
+        kv_tokens=max(int(left * HOST_SHARE) // per_token, 0),
     )
 
 

@@ -117,7 +117,7 @@ def _memory(host: HostReport, model: ModelFit | None) -> Iterator[Finding]:
     elif model is not None and model.kv_tokens < 1024:
         yield Finding(
             message=f"the KV cache would hold {model.kv_tokens} tokens: free memory, or give "
-            "--kv-tokens to take more than a quarter of what is free"
+            "--memory-utilization above 0.25, the share of it that the cache gets"
         )
     if free < LITTLE_MEMORY:
         limit = f" (the control group's limit is {_gib(host.memory_limit)})"

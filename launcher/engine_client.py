@@ -7,25 +7,39 @@ import os
 import secrets
 import socket
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Self
 
 from unisono.launcher.cluster import ClusterFacts
 from unisono.launcher.config import LaunchConfig
-from unisono.launcher.diagnosis import START_PHASE, STEP_PHASE, diagnose, is_certain, too_late
+from unisono.launcher.diagnosis import (
+    START_PHASE,
+    STEP_PHASE,
+    diagnose,
+    is_certain,
+    too_late,
+    with_flight,
+)
+from unisono.launcher.flights import flight_file
 from unisono.launcher.private_directory import PrivateDirectory
 from unisono.launcher.process_table import ProcessSpec, Wiring, process_name, process_table
 from unisono.launcher.supervisor import Supervisor
 from unisono.runtime.protocol import (
     ENGINE_EVENTS,
     Abort,
+    Crashed,
     Delta,
     EngineReady,
     Failed,
     Finished,
+    Recorded,
     Rejected,
+    Replayed,
     RequestRejected,
+    Rerun,
     SamplingParams,
     Starting,
     Stop,
@@ -34,7 +48,7 @@ from unisono.runtime.protocol import (
 )
 from unisono.runtime.sampling_wire import with_seed
 from unisono.workers.channel import CurveKeys, Peer, ProtocolError
-from unisono.workers.protocol import int32s
+from unisono.workers.protocol import StepPlan, int32s
 
 Event = Delta | Finished | Rejected
 TableMaker = Callable[..., tuple[ProcessSpec, ...]]
@@ -45,6 +59,8 @@ WATCH_S = 0.1
 """How often the processes are looked at while nothing arrives."""
 SETTLE_S = 1.0
 """After the first sign of a failure: longest wait for the report that explains it."""
+FLIGHT_S = 5.0
+"""Longest wait for a runtime to write what it recorded."""
 FAREWELL_S = 2.0
 """After `Stop`: longest wait, within the grace, for the processes to end by themselves."""
 
@@ -56,7 +72,8 @@ class Engine:
 
     The constructor does nothing; `start` starts it all. Under a cluster launcher (`cluster`, in
     the process of rank 0) the other ranks exist already and rank 0 alone is started. Not safe to
-    use from two threads. `table` makes the process table: for tests.
+    use from two threads. `table` makes the process table: for tests. Without
+    `records` no flight is written.
     """
 
     def __init__(
@@ -65,15 +82,18 @@ class Engine:
         cluster: ClusterFacts | None = None,
         *,
         table: TableMaker = process_table,
+        records: bool = True,
     ) -> None:
         self._config = config
         self._cluster = cluster
         self._table = table
+        self._records = records
         self._resources = ExitStack()
         self._supervisor: Supervisor | None = None
         self._peer: Peer | None = None
         self._phases: dict[str, str] = {}
         self._failures: list[Failed] = []
+        self._recorded: Recorded | None = None
         self._lost: WorkerLost | None = None
         self._is_ready = False
         self._next_id = 0
@@ -106,7 +126,7 @@ class Engine:
                 self._lost = too_late(self._phases, self._config.start_timeout_s)
                 raise self._lost
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0) -> int:
         """Hand over a request; return the id that its events carry.
 
         Raises RequestRejected for a token id that is no 32-bit number.
@@ -117,8 +137,25 @@ class Engine:
             raise RequestRejected(f"prompt token ids are 32-bit whole numbers: {error}") from None
         request_id = self._next_id
         self._next_id += 1
-        self._send(Submit(request_id=request_id, prompt_ids=prompt, params=with_seed(params)))
+        self._send(
+            Submit(
+                request_id=request_id,
+                prompt_ids=prompt,
+                params=with_seed(params),
+                priority=priority,
+            )
+        )
         return request_id
+
+    def rerun(self, plan: StepPlan) -> array[int]:
+        """Have the ranks run a step as it is; return its tokens. Raises WorkerLost."""
+        self._send(Rerun(plan=plan))
+        while True:
+            for message in self._receive(WATCH_S):
+                if isinstance(message, Replayed):
+                    return message.tokens
+                raise self._broken(f"sent {type(message).__name__} in a replay")
+            self._check()
 
     def abort(self, request_id: int) -> None:
         """Forget a request. Events that are already on their way may still arrive."""
@@ -167,6 +204,9 @@ class Engine:
         self._resources.callback(directory.close)
         with ExitStack() as handed_over:
             wiring = _wire(directory, self._cluster, handed_over)
+            if self._records:
+                file = flight_file(self._config.flight_dir, os.environ, wiring.session)
+                wiring = replace(wiring, flight_file=str(file))
             specs = self._table(
                 self._config, wiring, os.environ, _num_cores(), cluster=self._cluster
             )
@@ -192,6 +232,8 @@ class Engine:
             while message is not None:
                 if isinstance(message, Failed):
                     self._failures.append(message)
+                elif isinstance(message, Recorded):
+                    self._recorded = message
                 else:
                     messages.append(message)
                 message = self._peer.receive(0.0)
@@ -204,7 +246,9 @@ class Engine:
         assert self._supervisor is not None
         if self._lost is None and (self._failures or self._supervisor.poll()):
             self._settle(self._supervisor)
-            self._lost = diagnose(self._failures, self._supervisor.poll(), self._phases)
+            self._await_flight(self._supervisor)
+            lost = diagnose(self._failures, self._supervisor.poll(), self._phases)
+            self._lost = lost if self._recorded is None else with_flight(lost, self._recorded.path)
             if self._lost.traceback:
                 _log.info("%s\n%s", self._lost, self._lost.traceback.rstrip())
         if self._lost is not None:
@@ -223,11 +267,30 @@ class Engine:
             if is_certain(self._failures, supervisor.poll()) or time.monotonic() >= deadline:
                 return
 
+    def _await_flight(self, supervisor: Supervisor) -> None:
+        """Give the runtime the time to write the last steps, which it does before it reports.
+
+        Of a process that died without a word it hears from us only.
+        """
+        if not self._is_ready or self._recorded is not None:
+            return
+        lost = diagnose(self._failures, supervisor.poll(), self._phases)
+        assert self._peer is not None
+        with suppress(ProtocolError):
+            self._peer.send(Crashed(message=str(lost)))
+        deadline = time.monotonic() + FLIGHT_S
+        while self._recorded is None and time.monotonic() < deadline:
+            if any(end.name == process_name(-1) for end in supervisor.poll()):
+                break
+            self._receive(0.02)
+        # A report follows at once, and names the cause better than we can.
+        self._receive(0.02)
+
     def _broken(self, what: str) -> WorkerLost:
         self._lost = WorkerLost(f"runtime broke the protocol: {what}")
         return self._lost
 
-    def _send(self, message: Submit | Abort) -> None:
+    def _send(self, message: Submit | Abort | Rerun) -> None:
         assert self._peer is not None, "start the engine first"
         if self._lost is not None:
             return

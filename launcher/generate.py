@@ -49,7 +49,8 @@ HEADING_WIDTH = 80
     "--prompts-file",
     metavar="FILE",
     help='More prompts, one a line; FILE.jsonl: {"prompt": ...}, {"messages": [...]} or '
-    '{"prompt_ids": [...]} a line; -: lines of standard input. Empty lines are skipped.',
+    '{"prompt_ids": [...]} a line, each with "priority" if it has its own; -: lines of standard '
+    "input. Empty lines are skipped.",
 )
 @click.option(
     "--prompt-ids",
@@ -62,7 +63,7 @@ HEADING_WIDTH = 80
 @click.option(
     "--json", "as_json", is_flag=True, help="One JSON object a prompt on stdout, in prompt order."
 )
-@config_options(*SAMPLING_OPTIONS, *LAUNCH_OPTIONS)
+@config_options("priority", *SAMPLING_OPTIONS, *LAUNCH_OPTIONS)
 def command(
     model: str,
     prompts: tuple[str, ...],
@@ -71,6 +72,7 @@ def command(
     system: str | None,
     raw: bool,
     as_json: bool,
+    priority: int | None,
     **options: Any,
 ) -> int:
     """Answer each PROMPT with MODEL: a checkpoint directory, a GGUF file, a shape, or "demo".
@@ -114,7 +116,7 @@ def command(
         else IdsOnly(model, prepared.worker.model.vocab_size)
     )
     check_text_params(params, tokenizer)
-    requests = tokenize_prompts(asked, tokenizer, raw=raw, system=system)
+    requests = tokenize_prompts(asked, tokenizer, raw=raw, system=system, priority=priority or 0)
     check_prompts(requests, prepared.worker)
     launch = with_tokenizer(prepared.launch, tokenizer.size, tokenizer.eos_ids)
     with Engine(launch, cluster) as engine:
@@ -164,6 +166,8 @@ def closing_line(answers: Sequence[Answer], seconds: float, ready: EngineReady, 
     tokens = sum(len(answer.token_ids) for answer in served)
     if not served:
         return f"0 tokens in {seconds:.2f} s {where}"
+    cached = sum(answer.num_cached_tokens for answer in served)
+    spared = f", {_count(cached, 'prompt token')} cached" if cached else ""
     first = min(answer.first_token_s for answer in served)
     if len(answers) > 1:
         amount = f"{_count(tokens, 'token')} of {_count(len(served), 'prompt')}"
@@ -172,7 +176,7 @@ def closing_line(answers: Sequence[Answer], seconds: float, ready: EngineReady, 
         seconds = served[0].total_s
         amount = _count(tokens, "token")
         speed = _speed(tokens - 1, seconds - first)
-    return f"{amount} in {seconds:.2f} s: {speed}first token {first:.2f} s {where}"
+    return f"{amount} in {seconds:.2f} s: {speed}first token {first:.2f} s{spared} {where}"
 
 
 def _refuse_logprobs(params: SamplingParams) -> None:
@@ -220,6 +224,7 @@ def _as_json(answer: Answer, prompt: Prompt) -> str:
         "usage": {
             "prompt_tokens": answer.num_prompt_tokens,
             "completion_tokens": len(answer.token_ids),
+            "cached_tokens": answer.num_cached_tokens,
         },
         "timing": {
             "first_token_s": round(answer.first_token_s, 6),

@@ -27,6 +27,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, cast
 
@@ -42,7 +43,7 @@ from unisono.launcher.cluster import detect_cluster
 from unisono.launcher.engine_client import Engine
 from unisono.launcher.engine_thread import EngineThread, Job, News
 from unisono.launcher.ids_only import IdsOnly, check_text_params
-from unisono.launcher.options import check_sampling_params
+from unisono.launcher.options import check_sampling_params, option_spec
 from unisono.launcher.resolve import prepare, with_tokenizer
 from unisono.launcher.tokenizer import Tokenizer
 from unisono.models.config import ConfigError
@@ -59,10 +60,10 @@ class LLM:
     """A model on 1 to N ranks, used from a script. A context manager.
 
     Options are those of `unisono generate`, by field name: tp, dtype, device, load_format,
-    overlay, max_model_len, max_requests, kv_tokens, max_step_tokens, no_prefix_cache, log_level,
-    start_timeout_s, stop_grace_s; others are refused. The constructor checks everything a user can
-    get wrong and raises ConfigError; the ranks start with the `with` block, or with the first
-    prompt.
+    overlay, max_model_len, max_requests, kv_tokens, memory_utilization, max_step_tokens,
+    no_prefix_cache, log_level, start_timeout_s, stop_grace_s, flight_dir; others are refused. The
+    constructor checks everything a user can get wrong and raises ConfigError; the ranks start
+    with the `with` block, or with the first prompt.
 
     Safe to use from several threads and coroutines at a time: the engine is driven by a thread of
     its own, which batches all that is asked, and no answer depends on what else runs. `close` ends
@@ -104,54 +105,79 @@ class LLM:
         self.close()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> list[Answer]:
         """Continue each prompt as it is, without a chat template; answers in prompt order.
 
         A prompt is a text or a sequence of token ids; a model without a tokenizer takes ids only,
-        and the text of its answers is their ids. Raises RequestRejected before anything is
-        computed if a prompt is empty or too long or holds an id that the model has not, and
-        ConfigError for illegal `params` or prompts of another kind. A prompt that the engine
-        itself refuses gets an answer whose `finish_reason` is rejected.
-        """
-        requests = self._texts(prompts)
-        return _in_order(list(self._news(self._checked(requests, params), params, whole=True)))
+        and the text of its answers is their ids. Requests of lower `priority` go first. That
+        changes when an answer comes, never which.
 
-    def chat(self, messages: Messages, params: SamplingParams | None = None) -> Answer:
+        Raises RequestRejected before anything is computed if a prompt is empty or too long or
+        holds an id that the model has not, and ConfigError for illegal `params` or prompts of
+        another kind. A prompt that the engine itself refuses gets an answer whose `finish_reason`
+        is rejected.
+        """
+        requests = self._checked(self._texts(prompts), params, priority)
+        return _in_order(list(self._news(requests, params, whole=True)))
+
+    def chat(
+        self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Answer:
         """Answer one conversation through the model's chat template. Raises like `generate`."""
-        requests = self._checked([self._conversation(messages)], params)
+        requests = self._checked([self._conversation(messages)], params, priority)
         [answer] = _in_order(list(self._news(requests, params, whole=True)))
         return answer
 
-    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> Stream:
         """Answer a text or ids as `generate` does, or messages as `chat` does, piece by piece.
 
         Raises like them at once; the request starts with the first `next`. Closing the stream
         aborts it.
         """
-        requests = self._checked([self._prompt(prompt)], params)
+        requests = self._checked([self._prompt(prompt)], params, priority)
         return Stream(self._news(requests, params, whole=False))
 
     async def agenerate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> list[Answer]:
         """Like `generate`; cancelling aborts what still runs."""
-        requests = self._checked(self._texts(prompts), params)
+        requests = self._checked(self._texts(prompts), params, priority)
         async with aclosing(self._anews(requests, params, whole=True)) as news:
             return _in_order([event async for event in news])
 
-    async def achat(self, messages: Messages, params: SamplingParams | None = None) -> Answer:
+    async def achat(
+        self, messages: Messages, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Answer:
         """Like `chat`; cancelling aborts the answer."""
-        requests = self._checked([self._conversation(messages)], params)
+        requests = self._checked([self._conversation(messages)], params, priority)
         async with aclosing(self._anews(requests, params, whole=True)) as news:
             [answer] = _in_order([event async for event in news])
             return answer
 
     def astream(
-        self, prompt: Prompt | Messages, params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Messages,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncStream:
         """Like `stream`. Leave it through `async with`, or `aclose`, to abort at once."""
-        requests = self._checked([self._prompt(prompt)], params)
+        requests = self._checked([self._prompt(prompt)], params, priority)
         return AsyncStream(self._anews(requests, params, whole=False))
 
     def close(self) -> None:
@@ -193,14 +219,15 @@ class LLM:
         return Request(index=0, prompt=messages[-1]["content"], prompt_ids=tuple(ids))
 
     def _checked(
-        self, requests: Sequence[Request], params: SamplingParams | None
+        self, requests: Sequence[Request], params: SamplingParams | None, priority: int
     ) -> Sequence[Request]:
+        option_spec("priority").check(priority)
         worker = self._config.runtime.worker
         if params is not None:
             check_sampling_params(params, worker.model)
             check_text_params(params, self._tokenizer)
         check_prompts(requests, worker)
-        return requests
+        return [replace(request, priority=priority) for request in requests]
 
     def _news(
         self, requests: Sequence[Request], params: SamplingParams | None, *, whole: bool

@@ -1,9 +1,9 @@
 """The options a user may set: derived from the config dataclasses, each default written once.
 
-A field of `LaunchConfig`, `RuntimeConfig`, `WorkerConfig` or `SamplingParams` is an option: its
-name, type and default come from the dataclass, its help from the docstring literal below the
-field. This file adds what a type cannot say: the legal choices and the least value. The command
-line and `LLM` check values by the same `OptionSpec.check`.
+A field of `LaunchConfig`, `RuntimeConfig`, `WorkerConfig`, `SamplingParams` or `Submit` that has a
+default is an option: its name, type and default come from the dataclass, its help from the
+docstring literal below the field. This file adds what a type cannot say: the legal choices and the
+least value. The command line and `LLM` check values by the same `OptionSpec.check`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import click
 from unisono.launcher.config import LOG_LEVELS, LaunchConfig
 from unisono.models.config import ConfigError, ModelConfig
 from unisono.runtime.config import RuntimeConfig
-from unisono.runtime.protocol import SamplingParams
+from unisono.runtime.protocol import SamplingParams, Submit
 from unisono.workers.config import DEVICES, DTYPES, LOAD_FORMATS, WorkerConfig
 
 LAUNCH_OPTIONS = (
@@ -36,11 +36,13 @@ LAUNCH_OPTIONS = (
     "max_model_len",
     "max_requests",
     "kv_tokens",
+    "memory_utilization",
     "max_step_tokens",
     "no_prefix_cache",
     "log_level",
     "start_timeout_s",
     "stop_grace_s",
+    "flight_dir",
 )
 """Fields of the three nested configs; `LLM` and `unisono generate` take all of them."""
 SAMPLING_OPTIONS = (
@@ -84,18 +86,21 @@ _LEAST = {
     "min_p": 0,
     "seed": 0,
     "presence_penalty": -2,
+    "priority": -(2**31),
     "frequency_penalty": -2,
     "min_tokens": 0,
     "logprobs": 0,
     "prompt_logprobs": 0,
 }
-_ABOVE = {"top_p": 0, "repetition_penalty": 0}
+_ABOVE = {"top_p": 0, "repetition_penalty": 0, "memory_utilization": 0}
 _MOST = {
     "temperature": 100,
     "top_p": 1,
     "min_p": 1,
+    "memory_utilization": 1,
     "top_k": 2**31 - 1,
     "seed": 2**63 - 1,
+    "priority": 2**31 - 1,
     "repetition_penalty": 100,
     "presence_penalty": 2,
     "frequency_penalty": 2,
@@ -103,7 +108,7 @@ _MOST = {
     "prompt_logprobs": 20,
 }
 _BIAS_LIMIT = 100
-_ZERO_IS_AUTO = ("max_model_len",)
+_ZERO_IS_AUTO = ("max_model_len", "memory_utilization")
 _PAIRS = "tuple[tuple[int, float], ...]"
 _METAVARS = {
     "int": "N",
@@ -162,6 +167,8 @@ class OptionSpec:
         """What stands for the value in the help."""
         if self.choices:
             return f"[{'|'.join(self.choices)}]"
+        if self.name.endswith("_dir"):
+            return "DIR"
         return "SECONDS" if self._is_time else _METAVARS[self.kind]
 
     @property
@@ -225,6 +232,11 @@ def make_launch_config(
     Raises ConfigError for an unknown name or an illegal value.
     """
     _check_all(values, LAUNCH_OPTIONS)
+    if values.get("kv_tokens") and values.get("memory_utilization"):
+        raise ConfigError(
+            f"--memory-utilization {values['memory_utilization']}: --kv-tokens "
+            f"{values['kv_tokens']} sets the size of the KV cache by itself; give one of the two"
+        )
     worker = WorkerConfig(model_path=model_path, model=model, **_fields_of(WorkerConfig, values))
     runtime = RuntimeConfig(worker=worker, **_fields_of(RuntimeConfig, values))
     return LaunchConfig(runtime=runtime, **_fields_of(LaunchConfig, values))
@@ -294,7 +306,7 @@ def _all_specs() -> dict[str, OptionSpec]:
             most=_MOST.get(field.name),
             zero_is_auto=field.name in _ZERO_IS_AUTO,
         )
-        for owner in (LaunchConfig, RuntimeConfig, WorkerConfig, SamplingParams)
+        for owner in (LaunchConfig, RuntimeConfig, WorkerConfig, SamplingParams, Submit)
         for field in dataclasses.fields(owner)
         if field.default is not MISSING
     }

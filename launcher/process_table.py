@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import unisono
 from unisono.launcher.cluster import SESSION_VARIABLE, ClusterFacts, check_cluster_tp
 from unisono.launcher.config import LaunchConfig
 from unisono.runtime.config import RuntimeOrders
@@ -46,6 +47,8 @@ class Wiring:
     store_fd: int | None = None
     """The listening socket of the rendezvous store; None: a cluster launcher named a port."""
     store_port: int = 0
+    flight_file: str = ""
+    """Where the runtime writes the last steps if the engine fails; empty: nowhere."""
 
 
 def process_name(rank: int) -> str:
@@ -136,6 +139,8 @@ def _runtime_orders(config: LaunchConfig, wiring: Wiring) -> RuntimeOrders:
         worker_endpoint=wiring.worker_endpoint,
         session=wiring.session,
         private_dir=wiring.private_dir,
+        flight_file=wiring.flight_file,
+        version=unisono.__version__,
         log_level=config.log_level,
         worker_fd=wiring.worker_fd,
         curve=wiring.curve,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from unisono.launcher.answering import Request, ids_request
+from unisono.launcher.options import option_spec
 from unisono.models.config import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class Prompt:
     messages: tuple[dict[str, str], ...] = ()
     ids: tuple[int, ...] = ()
     """Taken as they are, without tokenizer and template."""
+    priority: int | None = None
+    """None: that of the command."""
     origin: str
     """Where it was found, for error messages."""
 
@@ -47,9 +50,9 @@ def gather_prompts(
     """Return the prompts of the arguments, those of `id_lists` ("1,2,3") and those of the file.
 
     With none of them all of stdin is the prompt. A file holds one prompt a line, or, if its name
-    ends in .jsonl, one object a line with "prompt", "messages" or "prompt_ids"; empty lines are
-    skipped; `-` is standard input, read as text lines. Raises ConfigError naming the argument or
-    line that is wrong.
+    ends in .jsonl, one object a line with "prompt", "messages" or "prompt_ids" and maybe
+    "priority"; empty lines are skipped; `-` is standard input, read as text lines. Raises
+    ConfigError naming the argument or line that is wrong.
     """
     if not arguments and not id_lists and prompts_file is None:
         return [_whole_stdin(stdin)]
@@ -64,9 +67,16 @@ def gather_prompts(
 
 
 def tokenize_prompts(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer | IdsOnly, *, raw: bool, system: str | None
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer | IdsOnly,
+    *,
+    raw: bool,
+    system: str | None,
+    priority: int = 0,
 ) -> list[Request]:
     """Turn prompts into requests, through the chat template unless `raw` or there is none.
+
+    `priority` is for those that have none of their own.
 
     Raises ConfigError where a system text or messages have no template to go through, or a text
     no tokenizer.
@@ -77,10 +87,11 @@ def tokenize_prompts(
         raise ConfigError(f"--system needs the chat template, and {why}")
     requests = []
     for index, prompt in enumerate(prompts):
+        own = priority if prompt.priority is None else prompt.priority
         if prompt.ids:
             if system is not None:
                 raise ConfigError(f"{prompt.origin}: token ids take no --system: leave one out")
-            requests.append(ids_request(index, prompt.ids))
+            requests.append(ids_request(index, prompt.ids, own))
             continue
         if template:
             prompt_ids = tokenizer.chat_ids(_conversation(prompt, system))
@@ -89,7 +100,9 @@ def tokenize_prompts(
             raise ConfigError(f"{prompt.origin}: messages need a chat template, and {why}")
         else:
             prompt_ids = tokenizer.encode(prompt.text)
-        requests.append(Request(index=index, prompt=prompt.text, prompt_ids=tuple(prompt_ids)))
+        requests.append(
+            Request(index=index, prompt=prompt.text, prompt_ids=tuple(prompt_ids), priority=own)
+        )
     return requests
 
 
@@ -173,17 +186,32 @@ def _json_prompt(line: str, origin: str) -> Prompt:
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "not readable"
         raise ConfigError(f"{origin}: not JSON ({reason})") from None
-    if not isinstance(entry, dict) or entry.keys() not in _KEYS:
+    keys = entry.keys() - {"priority"} if isinstance(entry, dict) else set()
+    if keys not in _KEYS:
         raise ConfigError(
-            f'{origin}: expected an object with one of "prompt", "messages" and "prompt_ids", and '
-            "nothing else"
+            f'{origin}: expected an object with one of "prompt", "messages" and "prompt_ids", '
+            'maybe "priority", and nothing else'
         )
+    prompt = _prompt_of(entry, origin)
+    return replace(prompt, priority=_priority(entry, origin)) if "priority" in entry else prompt
+
+
+def _prompt_of(entry: Mapping[str, Any], origin: str) -> Prompt:
     if "prompt_ids" in entry:
         return _ids_prompt(entry["prompt_ids"], origin)
     if "prompt" in entry:
         return _text_prompt(entry["prompt"], origin)
     messages = _messages(entry["messages"], origin)
     return Prompt(text=messages[-1]["content"], messages=messages, origin=origin)
+
+
+def _priority(entry: Mapping[str, Any], origin: str) -> int:
+    try:
+        option_spec("priority").check(entry["priority"])
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from None
+    priority: int = entry["priority"]
+    return priority
 
 
 def _messages(value: Any, origin: str) -> tuple[dict[str, str], ...]:

@@ -31,6 +31,10 @@ class RuntimeOrders:
     session: str
     private_dir: str
     """Holds the sockets; the runtime removes it if the launcher dies."""
+    flight_file: str = ""
+    """Where the last steps are written if the engine fails; empty: nowhere."""
+    version: str = ""
+    """Of unisono, for that file."""
     log_level: str = "warning"
     worker_fd: int | None = None
     """The listening socket of a tcp:// `worker_endpoint`, inherited from the launcher."""

@@ -8,12 +8,16 @@ from array import array
 from unisono.runtime.logprobs import take_prompt_logprobs
 from unisono.runtime.protocol import (
     Abort,
+    Crashed,
     Delta,
     Finished,
     Rejected,
+    Replayed,
     RequestRejected,
+    Rerun,
     Stop,
     Submit,
+    WorkerLost,
 )
 from unisono.runtime.request import Request
 from unisono.runtime.scheduler import NewToken, Scheduler
@@ -22,6 +26,10 @@ from unisono.workers.channel import Hub, ProtocolError
 
 _IDLE_S = 0.25
 """How long an idle engine waits for a request before it looks after its ranks."""
+
+
+class ToldToEnd(WorkerLost):
+    """The launcher says that a process is gone; it needs no report."""
 
 
 class Engine:
@@ -35,6 +43,7 @@ class Engine:
         self._scheduler = scheduler
         self._max_model_len = max_model_len
         self._stopped = False
+        workers.on_silence = self._drain
 
     def run(self) -> None:
         """Serve. Raises WorkerLost (RankFault with the rank's own exception)."""
@@ -69,6 +78,12 @@ class Engine:
                 case Stop():
                     self._stopped = True
                     return
+                case Rerun(plan=plan):
+                    self._workers.send(plan)
+                    tokens = self._workers.receive(plan.step).tokens
+                    self._hub.send(client, Replayed(step=plan.step, tokens=tokens))
+                case Crashed(message=text):
+                    raise ToldToEnd(text)
                 case _:
                     raise ProtocolError(f"client {client} sent {type(message).__name__}")
 
@@ -81,6 +96,7 @@ class Engine:
             params=message.params,
             max_tokens=min(message.params.max_tokens, room),
             arrived_s=time.monotonic(),
+            priority=message.priority,
         )
         try:
             self._scheduler.add(request)
@@ -98,6 +114,7 @@ class Engine:
                 token_ids=array("i", [news.token_id]),
                 logprobs=news.logprobs,
                 prompt_logprobs=take_prompt_logprobs(request),
+                num_cached_tokens=request.num_cached_tokens,
             ),
         )
         if news.reason is not None:
@@ -110,5 +127,6 @@ class Engine:
                     num_tokens=request.num_answered,
                     first_token_s=request.first_token_s,
                     total_s=now - request.arrived_s,
+                    num_cached_tokens=request.num_cached_tokens,
                 ),
             )

@@ -5,15 +5,24 @@ from __future__ import annotations
 import gc
 import logging
 import shutil
+import signal
 import sys
+import threading
 import time
 import traceback
 from functools import partial
 from pathlib import Path
 
 from unisono.runtime.config import RuntimeConfig, RuntimeOrders
-from unisono.runtime.engine import Engine
-from unisono.runtime.protocol import CLIENT_MESSAGES, EngineReady, Failed, Starting, WorkerLost
+from unisono.runtime.engine import Engine, ToldToEnd
+from unisono.runtime.protocol import (
+    CLIENT_MESSAGES,
+    EngineReady,
+    Failed,
+    Recorded,
+    Starting,
+    WorkerLost,
+)
 from unisono.runtime.scheduler import Scheduler
 from unisono.runtime.worker_group import RankFault, WorkerGroup
 from unisono.workers.channel import Hub
@@ -25,6 +34,8 @@ CLIENT = "launcher"
 """Name under which the launcher's DEALER connects."""
 _ROOT_CAUSE_S = 0.5
 _REMOVE_TRIES = 50
+_REPORT_S = 10.0
+"""Longest that our end waits for the report of a failure."""
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +43,8 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """A child of our launcher: orders come over stdin; the socket directory dies with it."""
     orders, parent_pid = read_orders(RuntimeOrders)
-    die_with_parent(parent_pid, tidy=partial(_remove, Path(orders.private_dir)))
+    reporting = threading.Lock()
+    die_with_parent(parent_pid, tidy=partial(_tidy, reporting, Path(orders.private_dir)))
     logging.basicConfig(
         level=orders.log_level.upper(), format="%(asctime)s runtime %(levelname)s %(message)s"
     )
@@ -49,13 +61,18 @@ def main() -> None:
         workers = WorkerGroup(ranks, orders.config.worker.tp)
         try:
             _serve(orders.config, clients, workers)
-        except RankFault as error:
-            _report_faults(clients, [error.fault, *workers.drain_faults(_ROOT_CAUSE_S)])
-            sys.exit(1)
         except Exception as error:
-            log.info("failed", exc_info=True)
-            clients.send(CLIENT, _own_failure(error))
+            # Whoever ends us now, by a signal or by going, is made to wait for the report.
+            with reporting:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                log.info("failed", exc_info=True)
+                _report(error, orders, clients, workers)
             sys.exit(1)
+
+
+def _tidy(reporting: threading.Lock, directory: Path) -> None:
+    reporting.acquire(timeout=_REPORT_S)
+    _remove(directory)
 
 
 def _remove(directory: Path) -> None:
@@ -111,21 +128,36 @@ def _bring_up(clients: Hub, workers: WorkerGroup) -> dict[int, Loaded]:
     raise AssertionError("wait_loaded ends with what was loaded")
 
 
-def _report_faults(clients: Hub, faults: list[Fault]) -> None:
-    """Send every fault; the launcher shows the one that is not a consequence."""
-    for fault in faults:
-        clients.send(
-            CLIENT,
-            Failed(
-                rank=fault.rank,
-                phase=fault.phase,
-                step=fault.step,
-                error=fault.error,
-                message=fault.message,
-                traceback=fault.traceback,
-                secondary=fault.secondary,
-            ),
-        )
+def _report(error: Exception, orders: RuntimeOrders, clients: Hub, workers: WorkerGroup) -> None:
+    """Write the last steps first; then tell every rank's fault, the cause before the others."""
+    if not isinstance(error, RankFault):
+        failures = [_own_failure(error)]
+        path = _write_flight(orders, workers, failures[0])
+    else:
+        failures = [_of_fault(error.fault)]
+        path = _write_flight(orders, workers, failures[0])
+        failures += map(_of_fault, workers.drain_faults(_ROOT_CAUSE_S))
+        failures.sort(key=lambda failed: failed.secondary)
+        if error.fault.secondary and not failures[0].secondary:
+            path = _write_flight(orders, workers, failures[0])
+    clients.send(CLIENT, Recorded(path=path))
+    for failure in () if isinstance(error, ToldToEnd) else failures:
+        clients.send(CLIENT, failure)
+
+
+def _write_flight(orders: RuntimeOrders, workers: WorkerGroup, failure: Failed) -> str:
+    """Write the last steps; return the file's path, or "" if there is none to be had."""
+    path = orders.flight_file
+    try:
+        if path and workers.recorder.write(Path(path), orders, workers.num_blocks, failure):
+            return path
+    except OSError as error:
+        log.warning("the last steps cannot be written to %s: %s", path, error)
+    return ""
+
+
+def _of_fault(fault: Fault) -> Failed:
+    return Failed(**{name: getattr(fault, name) for name in Failed.__slots__})
 
 
 def _own_failure(error: Exception) -> Failed:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+from unisono.workers.protocol import StepPlan
+
 
 class EngineError(Exception):
     """Root of what a caller may see.
@@ -32,7 +34,7 @@ class WorkerLost(EngineError):
 
     `rank`: whose fault it is, -1 for the runtime. `phase` and `step`: where it was, as far as is
     known (step -1: before the first). `error` and `traceback`: the type and the traceback of its
-    own exception, empty if it died without one.
+    own exception, empty if it died without one. `flight`: the file with the last steps, if any.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class WorkerLost(EngineError):
         step: int = -1,
         error: str = "",
         traceback: str = "",
+        flight: str = "",
     ) -> None:
         super().__init__(message)
         self.rank = rank
@@ -51,6 +54,7 @@ class WorkerLost(EngineError):
         self.step = step
         self.error = error
         self.traceback = traceback
+        self.flight = flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,8 @@ class Submit:
     request_id: int
     prompt_ids: array[int]
     params: SamplingParams
+    priority: int = 0
+    """Lower goes first, and may take the place of what runs; it changes no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +126,21 @@ class Stop:
     """End the runtime and its workers."""
 
 
-CLIENT_MESSAGES = (Submit, Abort, Stop)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crashed:
+    """A process of the engine is gone, as the launcher sees it: write the flight and end."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """Have the ranks run this step, recorded or made up, of an engine that serves nobody."""
+
+    plan: StepPlan
+
+
+CLIENT_MESSAGES = (Submit, Abort, Stop, Crashed, Rerun)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +175,8 @@ class Delta:
 
     request_id: int
     token_ids: array[int]
+    num_cached_tokens: int = 0
+    """As in `Finished`, which does not come where the launcher ends the answer."""
     logprobs: array[int] | None = None
     prompt_logprobs: array[int] | None = None
 
@@ -172,6 +194,8 @@ class Finished:
     num_tokens: int
     first_token_s: float
     total_s: float
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache spared it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,4 +219,31 @@ class Failed:
     secondary: bool = False
 
 
-ENGINE_EVENTS = (Starting, EngineReady, Delta, Finished, Rejected, Failed)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Before the first `Failed`, or in answer to `Crashed`: the last steps are in the file `path`.
+
+    Empty: there were none, or it could not be written.
+    """
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """The tokens of the step of a `Rerun`, in row order."""
+
+    step: int
+    tokens: array[int]
+
+
+ENGINE_EVENTS = (
+    Starting,
+    EngineReady,
+    Delta,
+    Finished,
+    Rejected,
+    Failed,
+    Recorded,
+    Replayed,
+)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from unisono.runtime.flight import FlightRecorder
 from unisono.runtime.protocol import WorkerLost
 from unisono.workers.channel import Hub, ProtocolError
 from unisono.workers.protocol import (
@@ -26,6 +27,8 @@ _SAME_ON_EVERY_RANK = {
     "digest": "collectives",
 }
 """Fields of a StepResult, and what differs where they do."""
+SILENCE_S = 0.1
+"""How long ranks may say nothing before the launcher is heard: it may know that one is gone."""
 
 
 class Diverged(WorkerLost):
@@ -49,7 +52,11 @@ class WorkerGroup:
     def __init__(self, hub: Hub, num_ranks: int) -> None:
         self._hub = hub
         self._num_ranks = num_ranks
+        self.recorder = FlightRecorder()
+        self.on_silence: Callable[[], None] = lambda: None
+        """Called again and again while ranks are awaited that say nothing."""
         self._hellos: dict[int, Hello] = {}
+        self.num_blocks = 0
 
     @property
     def pids(self) -> array[int]:
@@ -73,6 +80,7 @@ class WorkerGroup:
 
     def allocate(self, num_blocks: int) -> None:
         """Have every rank take KV memory, and wait until it has."""
+        self.num_blocks = num_blocks
         self._send(Allocate(num_blocks=num_blocks))
         ready: set[int] = set()
         while len(ready) < self._num_ranks:
@@ -86,6 +94,7 @@ class WorkerGroup:
 
     def send(self, plan: StepPlan) -> None:
         """Start a step on every rank."""
+        self.recorder.plan(plan)
         self._send(plan)
 
     def receive(self, step: int) -> StepResult:
@@ -137,11 +146,14 @@ class WorkerGroup:
             self._hub.send(f"rank {rank}", message)
 
     def _next(self) -> object:
-        received = self._hub.receive(None)
-        assert received is not None
-        if isinstance(received[1], Fault):
-            raise RankFault(received[1])
-        return received[1]
+        while (received := self._hub.receive(SILENCE_S)) is None:
+            self.on_silence()
+        message = received[1]
+        if isinstance(message, Fault):
+            raise RankFault(message)
+        if isinstance(message, StepResult):
+            self.recorder.result(message)
+        return message
 
     def _greet(self, hello: Hello) -> None:
         for other in self._hellos.values():

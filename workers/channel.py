@@ -37,6 +37,9 @@ __all__ = [
     "Hub",
     "Peer",
     "ProtocolError",
+    "decode_header",
+    "decode_message",
+    "encode_message",
     "from_json",
     "from_plain",
     "to_json",
@@ -245,6 +248,8 @@ class _Link:
     def __init__(self, kind: int) -> None:
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(kind)
+        self._limit = -1
+        """Milliseconds that the socket waits for a message."""
         self.socket.setsockopt(zmq.LINGER, LINGER_MS)
         self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self.socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
@@ -271,12 +276,14 @@ class _Link:
         return True
 
     def receive(self, timeout_s: float | None) -> list[bytes] | None:
+        limit = -1 if timeout_s is None else math.ceil(max(timeout_s, 0.0) * 1000)
+        if limit != self._limit:
+            self.socket.setsockopt(zmq.RCVTIMEO, limit)
+            self._limit = limit
         try:
-            return self.socket.recv_multipart(zmq.DONTWAIT)
-        except zmq.Again:
-            if not self.socket.poll(_milliseconds(timeout_s)):
-                return None
             return self.socket.recv_multipart()
+        except zmq.Again:
+            return None
 
     def close(self) -> None:
         self.socket.close()

@@ -11,6 +11,8 @@ BLOCK_SIZE = 64
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "random")
 DEVICES = ("auto", "cpu", "cuda")
+HOST_SHARE, CARD_SHARE = 0.25, 0.9
+"""What --memory-utilization is unless the user says: on the CPU, on a GPU."""
 SERVED_DEVICES = ("cpu", "cuda")
 """Device types that `ops/dispatch.py` has ops for."""
 
@@ -40,7 +42,10 @@ class WorkerConfig:
     max_requests: int = 32
     """Requests that run at the same time."""
     kv_tokens: int = 0
-    """Tokens the KV cache holds; 0: what --max-requests can fill, within a quarter of the free
-    memory."""
+    """Tokens the KV cache holds; 0: what --max-requests can fill, within --memory-utilization."""
+    memory_utilization: float = 0.0
+    """Share of memory to use. On the CPU: for the KV caches of all ranks, of what is free once
+    the weights are loaded; 0: 0.25. On a GPU: for weights, activations and KV cache, of the whole
+    card; 0: 0.9."""
     num_token_ids: int = 0
     """Ids the tokenizer knows; later ones are never chosen. 0: the whole vocabulary."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from unisono.models.partition import ModelPartition
-from unisono.workers.config import BLOCK_SIZE, WorkerConfig
-
-_KV_SHARE = 0.25
-"""Part of the host's free memory that the KV caches of its ranks may take together."""
+from unisono.workers.config import BLOCK_SIZE, CARD_SHARE, HOST_SHARE, WorkerConfig
 
 
 class OutOfMemory(RuntimeError):
@@ -25,34 +23,89 @@ def block_bytes(partition: ModelPartition, rank: int, dtype: torch.dtype) -> int
     return per_token * BLOCK_SIZE * dtype.itemsize
 
 
-def offer_blocks(
-    config: WorkerConfig, bytes_of_block: int, available: int, environ: Mapping[str, str]
-) -> int:
-    """Blocks this rank can offer beside block 0; `available` is the host's free memory in bytes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Bytes that the KV cache of one rank may take."""
+
+    share: int
+    """Within --memory-utilization; negative by what other things take beyond it."""
+    most: int
+    """Whatever the share, more does not fit."""
+    per_utilization: float
+    """Bytes that `share` grows by if the utilization grows by 1."""
+    utilization: float
+    what: str
+    """Whose share it is, for a message."""
+
+
+def host_budget(free: int, ranks: int, utilization: float) -> Budget:
+    """The budget of each of `ranks` on a host of `free` bytes after their weights are loaded."""
+    used = utilization or HOST_SHARE
+    return Budget(
+        share=int(free * used) // ranks,
+        most=free // ranks,
+        per_utilization=free / ranks,
+        utilization=used,
+        what=f"the host's {_gib(free)} free for {ranks} rank{'s' * (ranks > 1)}",
+    )
+
+
+def card_budget(
+    *, total: int, free: int, weights: int, activations: int, utilization: float
+) -> Budget:
+    """The budget of a rank that has a card for itself.
+
+    `free` of its `total` bytes are left after the `weights` are loaded; the largest step takes
+    `activations` on top. What others hold of the card counts against neither share nor weights,
+    but may not be had.
+    """
+    used = utilization or CARD_SHARE
+    most = max(free - activations, 0)
+    return Budget(
+        share=min(int(total * used) - weights - activations, most),
+        most=most,
+        per_utilization=total,
+        utilization=used,
+        what=f"the card's {_gib(total)}, less {_gib(weights)} of weights and {_gib(activations)} "
+        "of activations",
+    )
+
+
+def offer_blocks(config: WorkerConfig, bytes_of_block: int, budget: Budget) -> int:
+    """Blocks this rank can offer beside block 0.
 
     Raises OutOfMemory where an explicit size does not fit, or not even one block does.
     """
-    ranks_here = int(environ.get("LOCAL_WORLD_SIZE", "1"))
     if config.kv_tokens:
         wanted = -(-config.kv_tokens // BLOCK_SIZE)
-        fits = available // ranks_here // bytes_of_block
+        fits = budget.most // bytes_of_block
         if wanted > fits:
             raise OutOfMemory(
-                f"kv_tokens={config.kv_tokens} takes {_gib(wanted * bytes_of_block)} on each of "
-                f"{ranks_here} ranks, {_gib(available // ranks_here)} are free; at most "
-                f"{fits * BLOCK_SIZE} tokens fit: lower --kv-tokens"
+                f"--kv-tokens {config.kv_tokens} takes {_gib(wanted * bytes_of_block)} of memory "
+                f"on this rank and {_gib(budget.most)} can be had ({budget.what}): lower it to "
+                f"{fits * BLOCK_SIZE}, or free {_gib(wanted * bytes_of_block - budget.most)}"
             )
         return wanted
-    share = int(available * _KV_SHARE) // ranks_here
-    blocks = min(
-        config.max_requests * -(-config.max_model_len // BLOCK_SIZE), share // bytes_of_block
+    if budget.share < bytes_of_block:
+        raise OutOfMemory(_no_block(bytes_of_block, budget))
+    blocks = config.max_requests * -(-config.max_model_len // BLOCK_SIZE)
+    return min(blocks, budget.share // bytes_of_block)
+
+
+def _no_block(bytes_of_block: int, budget: Budget) -> str:
+    said = (
+        f"one KV block of {BLOCK_SIZE} tokens takes {_gib(bytes_of_block)}, and "
+        f"--memory-utilization {budget.utilization:g} of {budget.what} leaves "
+        f"{_gib(max(budget.share, 0))}"
     )
-    if blocks < 1:
-        raise OutOfMemory(
-            f"one KV block of {BLOCK_SIZE} tokens takes {_gib(bytes_of_block)}, {_gib(share)} are "
-            f"free for it: free memory, or give --kv-tokens {BLOCK_SIZE} to use what there is"
+    if budget.most < bytes_of_block:
+        return (
+            f"{said}: free {_gib(bytes_of_block - budget.most)}, or spread over more ranks (--tp)"
         )
-    return blocks
+    missing = (bytes_of_block - budget.share) / budget.per_utilization
+    # Rounded up: the value that is named must be enough.
+    enough = min(math.ceil((budget.utilization + missing) * 1000 + 1) / 1000, 1.0)
+    return f"{said}: raise it to at least {enough:g}"
 
 
 def available_bytes() -> int:
@@ -77,4 +130,4 @@ def _lines(path: str) -> list[str]:
 
 
 def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.2f} MiB"

@@ -26,7 +26,7 @@ from unisono.workers.channel import Peer, ProtocolError
 from unisono.workers.config import WorkerConfig
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
-from unisono.workers.memory import available_bytes, block_bytes, offer_blocks
+from unisono.workers.memory import available_bytes, block_bytes, host_budget, offer_blocks
 from unisono.workers.model_runner import ModelRunner
 from unisono.workers.orders import WorkerOrders
 from unisono.workers.protocol import Allocate, Loaded, Ready, Shutdown, StepPlan, StepResult
@@ -61,11 +61,11 @@ class Worker:
         model = self._load(Build(ops, self._group, self._dtype, self._device))
         self._report.enter("take memory")
         self._runner = self._build_runner(ops, model)
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         offered = offer_blocks(
             self._config,
             block_bytes(self._partition, self._rank, self._dtype),
-            available_bytes(),
-            os.environ,
+            host_budget(available_bytes(), ranks_here, self._config.memory_utilization),
         )
         self._peer.send(
             Loaded(

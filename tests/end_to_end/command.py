@@ -59,16 +59,17 @@ def json_lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def plant(directory: Path, rank: int, patches: Mapping[str, str]) -> dict[str, str]:
-    """Environment in which `rank` runs with methods of ours replaced.
+def plant(directory: Path, rank: int | None, patches: Mapping[str, str]) -> dict[str, str]:
+    """Environment in which `rank` runs with methods of ours replaced; None: every rank does.
 
     `patches`: "module:attribute.path" -> source of a function `def planted(original, *args)`
     that is called in its stead.
     """
+    ranks = [str(each) for each in (range(64) if rank is None else [rank])]
     source = textwrap.dedent(
         f"""
         import os, sys
-        if os.environ.get("RANK") == "{rank}":
+        if os.environ.get("RANK") in {ranks!r}:
             import importlib.abc, importlib.util
             PATCHES = {dict(patches)!r}
 

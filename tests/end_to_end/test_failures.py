@@ -22,6 +22,11 @@ from tests.tiny_tokenizers import byte_level_tokenizer
 LONG = ("--raw", "--ignore-eos", "--max-tokens", "20000", "--max-model-len", "30000")
 
 
+@pytest.fixture(autouse=True)
+def flights_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny checkpoint that answers for a long time."""
@@ -33,6 +38,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def last_line(text: str) -> str:
     return text.strip().splitlines()[-1]
+
+
+def cause(text: str) -> str:
+    """The last line without the file that it names."""
+    line, _, command = last_line(text).partition("; to run the step again: ")
+    assert command.startswith("unisono replay /")
+    return line
 
 
 def wait_for_output(process: subprocess.Popen[str]) -> None:
@@ -66,17 +78,21 @@ def test_an_exception_in_a_step_wins_over_what_its_peers_see(model: str, tmp_pat
         },
     )
     _, err = run("generate", model, "hello", "--tp", "3", *LONG, env=env, code=1)
-    assert last_line(err) == (
+    assert cause(err) == (
         "unisono: rank 2 failed in phase 'step' (step 5): ValueError: planted in a step"
     )
     _, err = run("--json-errors", "generate", model, "hello", "--tp", "3", *LONG, env=env, code=1)
-    assert json.loads(last_line(err)) == {
+    facts = json.loads(last_line(err))
+    assert Path(facts["flight"]).is_file()
+    assert facts == {
         "error": "ValueError",
-        "message": "rank 2 failed in phase 'step' (step 5): ValueError: planted in a step",
+        "message": "rank 2 failed in phase 'step' (step 5): ValueError: planted in a step; "
+        f"to run the step again: unisono replay {facts['flight']}",
         "exit_code": 1,
         "rank": 2,
         "phase": "step",
         "step": 5,
+        "flight": facts["flight"],
     }
 
 
@@ -99,7 +115,7 @@ def test_a_death_without_a_word_names_rank_phase_and_signal(
     )
     began = time.monotonic()
     _, err = run("generate", model, "hello", "--tp", "2", *LONG, env=env, code=1)
-    line = last_line(err)
+    line = cause(err)
     assert line.startswith("unisono: rank 1 (pid ")
     assert line.endswith(f"died in phase 'step' by signal {number} ({name})")
     assert time.monotonic() - began < 30
@@ -133,7 +149,7 @@ def test_ranks_that_choose_other_tokens_are_found(model: str, tmp_path: Path) ->
         },
     )
     _, err = run("generate", model, "hello", "--tp", "2", *LONG, env=env, code=1)
-    assert last_line(err) == (
+    assert cause(err) == (
         "unisono: rank 1 failed in phase 'step' (step 3): Diverged: other tokens than rank 0"
     )
 
@@ -200,3 +216,15 @@ def test_a_closed_pipe_is_quiet(model: str) -> None:
     process.stderr.close()
     process.wait(timeout=20)
     assert "Traceback" not in err
+
+
+def test_a_cache_that_does_not_fit_says_what_helps(model: str) -> None:
+    _, err = run("generate", model, "hello", "--memory-utilization", "1e-9", code=1)
+    line = last_line(err)
+    assert line.startswith("unisono: rank 0 failed in phase 'take memory': OutOfMemory: one KV")
+    assert "--memory-utilization 1e-09 of the host's" in line
+    assert line.endswith("raise it to at least 0.002")
+    _, err = run(
+        *("generate", model, "hello", "--memory-utilization", "0.5", "--kv-tokens", "64"), code=2
+    )
+    assert "give one of the two" in last_line(err)

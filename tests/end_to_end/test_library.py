@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.command import json_lines, run
 from unisono import LLM, SamplingParams
+from unisono.models.config import ConfigError
 
 PROMPTS = ("The sea is", "One, two, three,")
 SHORT = SamplingParams(max_tokens=12)
@@ -51,3 +55,37 @@ def test_every_way_to_ask_gives_the_same_answer() -> None:
         assert answer.token_ids == alone[0].token_ids[:count]
         assert 0 < answer.first_token_s <= answer.total_s
         assert answer.token_s > 0 or count == 1
+
+
+def test_cached_tokens_are_told_also_where_a_stop_string_ends_the_answer() -> None:
+    prompt = "The sea is wide and deep. " * 20
+    with LLM("demo", max_model_len=256) as llm:
+        [first] = llm.generate(prompt, SHORT)
+        [again] = llm.generate(prompt, SHORT)
+        cut = SamplingParams(max_tokens=12, stop=(first.text[2:6],))
+        with llm.stream(prompt, cut, priority=3) as stream:
+            assert list(stream)
+        with pytest.raises(ConfigError, match=r"--priority 4294967296: must be at least"):
+            llm.generate(prompt, SHORT, priority=2**32)
+    shared = (first.num_prompt_tokens - 1) // 64 * 64
+    assert shared > 0
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, shared)
+    assert again.digest == first.digest
+    assert stream.answer is not None
+    assert stream.answer.num_cached_tokens == shared
+
+
+def test_lower_priority_goes_first(tmp_path: Path) -> None:
+    lines = [{"prompt": "The sea is", "priority": -1}, {"prompt": "The sea is"}]
+    lines += [{"prompt": "The sea is", "priority": each} for each in (5, 1)]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    out, _ = run(
+        *("generate", "demo", "--raw", "--json", "--prompts-file", str(file), "--priority", "9"),
+        *("--max-requests", "1", "--max-tokens", "8", "--max-model-len", "64"),
+    )
+    answers = json_lines(out)
+    ended = sorted(range(4), key=lambda index: answers[index]["timing"]["total_s"])
+    assert ended == [0, 3, 2, 1]
+    assert len({tuple(answer["token_ids"]) for answer in answers}) == 1
+    assert [answer["usage"]["cached_tokens"] for answer in answers] == [0] * 4

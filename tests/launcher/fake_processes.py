@@ -24,10 +24,12 @@ from unisono.runtime.config import RuntimeConfig, RuntimeOrders
 from unisono.runtime.protocol import (
     CLIENT_MESSAGES,
     Abort,
+    Crashed,
     Delta,
     EngineReady,
     Failed,
     Finished,
+    Recorded,
     Starting,
     Stop,
     Submit,
@@ -140,6 +142,8 @@ def _serve(num_ranks: int, clients: Hub, ranks: Hub) -> None:
                     clients.send("launcher", _finished(number, len(prompt)))
                 case Abort():
                     pass
+                case Crashed():
+                    clients.send("launcher", Recorded(path=""))
                 case Stop():
                     for number in range(num_ranks):
                         ranks.send(f"rank {number}", Shutdown())

@@ -149,6 +149,7 @@ class FakeEngine:
         self.config, self.cluster = config, cluster
         self.log: list[str] = []
         self.params: list[SamplingParams] = []
+        self.priorities: list[int] = []
         self.aborted: list[int] = []
         self._queues: dict[int, deque[Delta | Finished | Rejected]] = {}
         self._next_id = 100
@@ -174,8 +175,9 @@ class FakeEngine:
             rank_pids=array("i", range(worker.tp)),
         )
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0) -> int:
         self.params.append(params)
+        self.priorities.append(priority)
         self._next_id += 1
         self._queues[self._next_id] = deque(self._events(self._next_id, prompt_ids, params))
         return self._next_id

@@ -27,7 +27,7 @@ class ListeningEngine(FakeEngine):
         self.prompts: list[str] = []
         self._endless: dict[int, int] = {}
 
-    def submit(self, prompt_ids, params):
+    def submit(self, prompt_ids, params, priority=0):
         text = bytes(prompt_ids).decode()
         self.prompts.append(text)
         request_id = super().submit(prompt_ids, params)

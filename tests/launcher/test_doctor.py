@@ -205,7 +205,10 @@ def test_a_model_with_little_room_for_its_cache():
     fit = fit_of(weights + 4 * 100 * per_token)
     assert (fit.fits, fit.kv_tokens) == (True, 100)
     [finding] = advise(model=fit)
-    assert "the KV cache would hold 100 tokens: free memory, or give --kv-tokens" in finding.message
+    assert (
+        "the KV cache would hold 100 tokens: free memory, or give --memory-utilization"
+        in finding.message
+    )
     assert not finding.fatal
 
 

@@ -81,6 +81,7 @@ def test_json_is_one_line_a_prompt_and_nothing_else(generate, tmp_path):
         "usage": {
             "prompt_tokens": len("<user>one two three<assistant>"),
             "completion_tokens": 14,
+            "cached_tokens": 0,
         },
         "timing": {"first_token_s": 0.5, "total_s": 1.8},
         "digest": first["digest"],
@@ -294,7 +295,7 @@ READY = EngineReady(
 )
 
 
-def answer(index=0, tokens=256, first=0.41, total=3.1, reason="length"):
+def answer(index=0, tokens=256, first=0.41, total=3.1, reason="length", cached=0):
     return Answer(
         index=index,
         prompt="p",
@@ -304,6 +305,7 @@ def answer(index=0, tokens=256, first=0.41, total=3.1, reason="length"):
         num_prompt_tokens=5,
         first_token_s=first,
         total_s=total,
+        num_cached_tokens=cached,
     )
 
 
@@ -316,6 +318,12 @@ def answer(index=0, tokens=256, first=0.41, total=3.1, reason="length"):
             "270 tokens in 3.10 s: 100.0 tok/s, 10.0 ms a token, first token 0.41 s",
         ),
         ([answer(tokens=1, total=0.41)], 9.9, "1 token in 0.41 s: first token 0.41 s"),
+        (
+            [answer(0, 2, cached=64), answer(1, 1, cached=128)],
+            0.5,
+            "3 tokens of 2 prompts in 0.50 s: 6.0 tok/s, 166.7 ms a token, first token 0.41 s, "
+            "192 prompt tokens cached",
+        ),
         (
             [answer(0, 1000), answer(1, 500, first=0.2)],
             3.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import unisono
 from tests.launcher.fake_processes import config
 from unisono.launcher.cluster import ClusterFacts
 from unisono.launcher.process_table import Wiring, process_name, process_table, threads_per_rank
@@ -15,6 +16,7 @@ from unisono.workers.orders import WorkerOrders
 WIRING = Wiring(
     session="s",
     private_dir="/p",
+    flight_file="/f/x.flight",
     client_endpoint="ipc:///p/client",
     worker_endpoint="ipc:///p/worker",
     store_fd=9,
@@ -70,6 +72,8 @@ def test_orders_carry_the_config_and_the_wiring():
         worker_endpoint="ipc:///p/worker",
         session="s",
         private_dir="/p",
+        flight_file="/f/x.flight",
+        version=unisono.__version__,
         log_level="debug",
     )
     assert second.orders == WorkerOrders(

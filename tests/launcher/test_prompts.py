@@ -53,6 +53,14 @@ def test_jsonl_holds_prompts_and_messages(tmp_path):
     assert gather_prompts([], file, None)[1].text == "Hi"
 
 
+def test_priorities_come_from_the_line_or_from_the_command(tmp_path):
+    file = write(tmp_path, '{"prompt": "a", "priority": -3}\n{"prompt": "b"}', "prompts.jsonl")
+    asked = gather_prompts(["c"], file, None)
+    requests = tokenize_prompts(asked, FakeTokenizer(), raw=True, system=None, priority=7)
+    assert [request.priority for request in requests] == [7, -3, 7]
+    assert [request.prompt for request in requests] == ["c", "a", "b"]
+
+
 def test_dash_reads_lines_of_standard_input():
     assert gather(["zero"], "-", b"one\ntwo\n") == ["zero", "one", "two"]
 
@@ -72,6 +80,8 @@ def test_no_prompt_at_all_names_the_choices(stdin):
     ("content", "message"),
     [
         (b'{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON (Expecting value)"),
+        (b'{"prompt": "a", "priority": "high"}', "line 1: --priority 'high': expected a whole"),
+        (b'{"priority": 1}', 'line 1: expected an object with one of "prompt", "messages"'),
         (
             b'"text"\n',
             'line 1: expected an object with one of "prompt", "messages" and "prompt_ids"',

@@ -107,7 +107,7 @@ class OneAnswer:
         self.num_sent = 0
         self._deltas = 0
 
-    def submit(self, prompt_ids, params):
+    def submit(self, prompt_ids, params, priority=0):
         return 1
 
     def abort(self, request_id):

@@ -30,7 +30,7 @@ class EndlessEngine(FakeEngine):
         self.users: set[threading.Thread] = set()
         self.most_at_once = 0
 
-    def submit(self, prompt_ids, params):
+    def submit(self, prompt_ids, params, priority=0):
         self.users.add(threading.current_thread())
         request_id = super().submit(prompt_ids, params)
         if b"endless" in bytes(prompt_ids):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from array import array
 from zlib import crc32
 
+from unisono.runtime.config import RuntimeConfig, RuntimeOrders
 from unisono.runtime.protocol import SamplingParams
 from unisono.runtime.request import Request
 from unisono.runtime.scheduler import Scheduler
+from unisono.workers.config import WorkerConfig
 from unisono.workers.protocol import Phase, StepPlan
 
 MAX_LEN = 400
@@ -135,6 +137,18 @@ def expected(asked: Request, eos: int = -1) -> tuple[list[int], str]:
             return answer, "stop"
         if len(answer) == asked.max_tokens:
             return answer, "length"
+
+
+def orders_of(worker: WorkerConfig) -> RuntimeOrders:
+    """Orders of a runtime that nobody starts."""
+    return RuntimeOrders(
+        config=RuntimeConfig(worker=worker),
+        client_endpoint="",
+        worker_endpoint="",
+        session="s" * 32,
+        private_dir="",
+        version="0.0.7",
+    )
 
 
 def drain(plans: Scheduler, worker: FakeWorker) -> dict[int, list[int]]:

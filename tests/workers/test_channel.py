@@ -35,7 +35,7 @@ from unisono.workers.channel import (
     to_plain,
     wait_readable,
 )
-from unisono.workers.codec import decode_header, decode_message, encode_message
+from unisono.workers.codec import VERSION, decode_header, decode_message, encode_message
 from unisono.workers.config import WorkerConfig
 from unisono.workers.orders import WorkerOrders
 from unisono.workers.protocol import (
@@ -144,7 +144,7 @@ def test_arrays_keep_their_type_and_travel_raw():
     message = StepResult(rank=0, step=1, tokens=array("q", [1, -2]), digest=2**64 - 1, seconds=1)
     header, body, raw = frames_of(message)
     assert raw == (1).to_bytes(8, "little") + (-2).to_bytes(8, "little", signed=True)
-    assert msgpack.unpackb(header) == [1, SESSION, 0, "StepResult", "q"]
+    assert msgpack.unpackb(header) == [VERSION, SESSION, 0, "StepResult", "q"]
     assert msgpack.unpackb(body)["tokens"] == 2
     assert read([header, body, raw], StepResult).tokens.typecode == "q"
 
@@ -155,6 +155,16 @@ def test_a_step_without_log_probabilities_has_no_frame_for_them():
     assert len(frames_of(plain)) == 3
     asked = dataclasses.replace(plain, logprobs=array("i", [-1, 1]))
     assert frames_of(asked)[3:] == [(-1).to_bytes(4, "little", signed=True) + b"\1\0\0\0"]
+
+
+def test_an_empty_array_keeps_its_type_and_takes_no_frame():
+    message = StepResult(rank=0, step=1, tokens=array("Q"), digest=0, seconds=1)
+    header, body = frames_of(message)
+    assert read([header, body], StepResult).tokens.typecode == "Q"
+    for wrong in ("", "f", "qq"):
+        fields = msgpack.unpackb(body) | {"tokens": wrong}
+        with pytest.raises(ProtocolError, match=r"StepResult\.tokens: "):
+            read([header, msgpack.packb(fields)], StepResult)
 
 
 def test_an_int_is_welcome_where_a_float_is_due():
@@ -354,7 +364,7 @@ def test_a_peer_that_does_not_read_is_named(endpoint, monkeypatch):
 @pytest.mark.parametrize(
     ("position", "value", "fault"),
     [
-        (0, 2, "protocol version 2, not 1"),
+        (0, VERSION + 1, f"protocol version {VERSION + 1}, not {VERSION}"),
         (1, "another", "a message of another session"),
         (2, 1, "message 1 where 0 was due"),
         (3, "Shutdown", "type 'Shutdown' is none of Fault, Hello"),

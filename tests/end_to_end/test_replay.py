@@ -1,0 +1,135 @@
+"""A crash leaves a flight, and `unisono replay` runs its step again on real ranks."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.command import json_lines, plant, run
+from tests.tiny import write_checkpoint
+from tests.tiny_tokenizers import byte_level_tokenizer
+from unisono.launcher.flight_file import read_flight
+
+STEP = "unisono.workers.model_runner:ModelRunner.step"
+RAISES = """def planted(original, self, plan):
+    if plan.step == 7: raise ValueError('planted in a step')
+    return original(self, plan)"""
+DRAWN = ("--raw", "--ignore-eos", "--temperature", "1.2", "--seed", "3", "--max-model-len", "400")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint("long", directory)
+    byte_level_tokenizer().save(str(directory / "tokenizer.json"))
+    return str(directory)
+
+
+def crash(
+    model: str, tmp_path: Path, env: Mapping[str, str], *options: str
+) -> tuple[dict[str, Any], Path]:
+    """Let the engine fail under `env`; return the JSON of its last line and the flight."""
+    flights = tmp_path / "flights"
+    _, err = run(
+        *("--json-errors", "generate", model, "hello", "good day", *DRAWN, *options),
+        *("--flight-dir", str(flights)),
+        env=env,
+        code=1,
+    )
+    facts = json.loads(err.strip().splitlines()[-1])
+    [file] = flights.iterdir()
+    assert facts["flight"] == str(file)
+    assert facts["message"].endswith(f"; to run the step again: unisono replay {file}")
+    return facts, file
+
+
+def replay(
+    file: Path, *options: str, env: Mapping[str, str] | None = None, code: int = 0
+) -> dict[str, Any]:
+    before = sorted(file.parent.iterdir())
+    out, _ = run("replay", str(file), "--json", *options, env=env, code=code)
+    assert sorted(file.parent.iterdir()) == before, "a replay leaves no flight"
+    [facts] = json_lines(out)
+    return facts
+
+
+def test_a_rank_that_raises_leaves_a_flight_that_shows_it_again(model: str, tmp_path: Path) -> None:
+    env = plant(tmp_path, 1, {STEP: RAISES})
+    facts, file = crash(model, tmp_path, env, "--tp", "2")
+    assert (facts["rank"], facts["step"], facts["error"]) == (1, 7, "ValueError")
+    again = replay(file, env=env, code=1)
+    assert again["step"] == 7
+    assert again["fault"] == "rank 1 failed in phase 'step' (step 7): ValueError: planted in a step"
+    assert [row["replayed"] for row in again["rows"]] == [None, None]
+    healthy = replay(file)
+    assert healthy["fault"] == ""
+    assert [row["recorded"] for row in healthy["rows"]] == [[], []]
+    out, err = run("replay", str(file), "--step", "6", "--tp", "1")
+    assert out.splitlines()[0].split()[-3:] == ["recorded", "replayed", "equal"]
+    assert err.strip().splitlines()[-1] == "unisono: step 6: 0 of 2 tokens differ"
+    for options in (("--step", "8"), ("--tp", "50")):
+        _, err = run("replay", str(file), *options, code=2)
+        assert len(err.strip().splitlines()) == 1
+
+
+def test_a_wrong_token_of_every_rank_is_found(model: str, tmp_path: Path) -> None:
+    """Nobody noticed it: the ranks agreed, and failed of something else later."""
+    source = """def planted(original, self, plan):
+    if plan.step == 7: raise ValueError('planted in a step')
+    tokens = original(self, plan)
+    return [token ^ 1 if plan.step == 5 and i == 1 else token for i, token in enumerate(tokens)]"""
+    _, file = crash(model, tmp_path, plant(tmp_path, None, {STEP: source}), "--tp", "2")
+    found = replay(file, "--step", "5", code=1)
+    assert [row["equal"] for row in found["rows"]] == [True, False]
+    [wrong] = [row for row in found["rows"] if not row["equal"]]
+    assert wrong["recorded"] == [wrong["replayed"] ^ 1]
+
+
+def test_ranks_that_disagree_leave_both_tokens(model: str, tmp_path: Path) -> None:
+    source = """def planted(original, self, plan):
+    return [token ^ (plan.step == 3) for token in original(self, plan)]"""
+    facts, file = crash(model, tmp_path, plant(tmp_path, 1, {STEP: source}), "--tp", "2")
+    assert (facts["error"], facts["step"]) == ("Diverged", 3)
+    found = replay(file, code=1)
+    assert found["step"] == 3
+    for row in found["rows"]:
+        assert row["recorded"] == [row["replayed"], row["replayed"] ^ 1]
+        assert row["equal"] is False
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_rank_that_dies_without_a_word_leaves_a_flight(
+    model: str, tmp_path: Path, ranks: str
+) -> None:
+    source = f"""import os
+def planted(original, self, plan):
+    if plan.step == 9: os.kill(os.getpid(), {signal.SIGKILL.value})
+    return original(self, plan)"""
+    env = plant(tmp_path, int(ranks) - 1, {STEP: source})
+    _, file = crash(model, tmp_path, env, "--tp", ranks)
+    assert read_flight(file).find(None).plan.step == 9
+    found = replay(file, "--step", "8")
+    assert [row["equal"] for row in found["rows"]] == [True, True]
+
+
+def test_foreign_and_damaged_files_are_refused_in_one_line(model: str, tmp_path: Path) -> None:
+    files = {"foreign": b"{}\n", "missing": None}
+    for name, content in files.items():
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        out, err = run("replay", str(tmp_path / name), code=2)
+        assert out == ""
+        assert len(err.splitlines()) == 1
+        assert str(tmp_path / name) in err
+
+
+def test_a_directory_for_flights_that_cannot_be_is_refused(model: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    _, err = run("generate", model, "hello", "--flight-dir", str(tmp_path / "file"), code=2)
+    assert err.startswith(f"unisono: error: --flight-dir {tmp_path / 'file'}: cannot be made")

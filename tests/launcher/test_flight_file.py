@@ -1,0 +1,119 @@
+"""Every recorded step can be run again on fresh ranks: real model runners, real scheduler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rig import LocalEngine
+from tests.runtime.fakes import orders_of
+from tests.tiny import random_ids, write_checkpoint
+from unisono.launcher.flight_file import Flight, read_flight, replay_plans
+from unisono.models.config import ConfigError
+from unisono.runtime.flight import FlightRecorder
+from unisono.runtime.protocol import Failed, SamplingParams
+from unisono.workers.config import WorkerConfig
+from unisono.workers.protocol import Phase, StepPlan, StepResult, int32s
+
+FAMILY = random_ids(150)
+PROMPTS = [FAMILY, FAMILY[:130] + random_ids(9, seed=1), random_ids(58, seed=2), FAMILY]
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=5, top_k=40),
+    SamplingParams(temperature=0.8, seed=6, repetition_penalty=1.3, logit_bias=((7, 2.0),)),
+    SamplingParams(temperature=1.5, seed=7, min_tokens=4, stop_token_ids=(9,)),
+]
+
+
+class RecordedEngine(LocalEngine):
+    """Records what it runs, as the runtime does."""
+
+    def __init__(self, path: Path, window: int = 512, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.recorder = FlightRecorder(window)
+
+    def step(self, plan: StepPlan) -> Any:
+        self.recorder.plan(plan)
+        tokens, logits = super().step(plan)
+        answer = int32s(tokens)
+        self.recorder.result(
+            StepResult(rank=0, step=plan.step, tokens=answer, digest=0, seconds=0.0)
+        )
+        return tokens, logits
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_checkpoint("llama", path)
+    return path
+
+
+OPTIONS = {"max_model_len": 200, "max_requests": 3, "max_step_tokens": 64}
+
+
+def fly(checkpoint: Path, file: Path, window: int, **options: Any) -> tuple[RecordedEngine, Flight]:
+    engine = RecordedEngine(checkpoint, window, **{**OPTIONS, **options})
+    engine.generate(PROMPTS, 12, arrivals=(0, 3, 5, 6), params=PARAMS)
+    orders = orders_of(WorkerConfig(model_path=str(checkpoint), model=engine.config))
+    failed = Failed(rank=0, phase="step", step=-1, error="E", message="m", traceback="")
+    engine.recorder.write(file, orders, 64, failed)
+    return engine, read_flight(file)
+
+
+@pytest.mark.parametrize(
+    ("window", "options"),
+    [(512, {}), (6, {"tp": 2}), (4, {"num_blocks": 5})],
+    ids=["all", "folded", "pre-empted"],
+)
+def test_every_step_of_the_window_gives_its_tokens_again(
+    checkpoint: Path, tmp_path: Path, window: int, options: dict[str, Any]
+) -> None:
+    engine, flight = fly(checkpoint, tmp_path / "f", window, **options)
+    assert any(engine.num_cached_tokens), "some blocks were shared"
+    assert bool(flight.slots) is (window != 512)
+    assert (engine.num_preemptions > 0) is ("num_blocks" in options)
+    shared = 0
+    # Of a long window every fourth step, and those that share blocks.
+    some = [s for s in flight.steps if sum(s.plan.num_shared) or s.plan.step % 4 == 0]
+    for step in some if window == 512 else flight.steps:
+        fresh = LocalEngine(checkpoint, **{**OPTIONS, **options})
+        *setup, plan = replay_plans(flight, step.plan.step)
+        assert plan == step.plan
+        assert [each.step for each in setup] == list(range(1 - len(setup), 1))
+        for each in setup:
+            assert set(each.rows.phase) == {Phase.CHUNK}
+            fresh.step(each)
+        tokens, _ = fresh.step(plan)
+        assert int32s(tokens) == step.results[0].tokens, f"step {plan.step}"
+        shared += sum(plan.num_shared)
+    assert shared or window != 512
+
+
+def test_a_long_history_is_rebuilt_in_several_steps(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, flight = fly(checkpoint, tmp_path / "f", 4)
+    monkeypatch.setattr("unisono.launcher.flight_file._SETUP_TOKENS", 64)
+    last = flight.steps[-1]
+    *setup, plan = replay_plans(flight, last.plan.step)
+    assert len(setup) > 2
+    fresh = LocalEngine(checkpoint, **OPTIONS)
+    for each in setup:
+        assert sum(each.rows.count) <= 64
+        fresh.step(each)
+    assert int32s(fresh.step(plan)[0]) == last.results[0].tokens
+
+
+def test_a_step_that_cannot_be_had_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    _, flight = fly(checkpoint, tmp_path / "f", 6)
+    first, last = (flight.steps[i].plan.step for i in (0, -1))
+    assert flight.find(None) is flight.steps[-1]
+    with pytest.raises(ConfigError, match=rf"--step 1: the file holds steps {first} to {last}"):
+        replay_plans(flight, 1)
+    flight.steps[3].results.clear()
+    replay_plans(flight, first + 3)
+    with pytest.raises(ConfigError, match=rf"no rank had answered step {first + 3} before"):
+        replay_plans(flight, first + 4)

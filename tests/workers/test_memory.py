@@ -1,0 +1,80 @@
+"""KV memory: shares, what fits, and messages whose numbers are right."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.launcher.fakes import tiny_model
+from unisono.workers.config import WorkerConfig
+from unisono.workers.memory import Budget, OutOfMemory, card_budget, host_budget, offer_blocks
+
+GIB = 2**30
+BLOCK = 4 << 20
+
+
+def worker(max_model_len: int = 1 << 20, kv_tokens: int = 0) -> WorkerConfig:
+    return WorkerConfig(
+        model_path="m", model=tiny_model(), max_model_len=max_model_len, kv_tokens=kv_tokens
+    )
+
+
+def card(**changes: float) -> Budget:
+    facts = {"total": 80 * GIB, "free": 60 * GIB, "weights": 16 * GIB, "activations": 2 * GIB}
+    return card_budget(**{**facts, "utilization": 0.0, **changes})  # type: ignore[arg-type]
+
+
+def test_ranks_share_a_quarter_of_the_free_host_or_what_is_asked() -> None:
+    assert offer_blocks(worker(), BLOCK, host_budget(8 * GIB, 2, 0.0)) == GIB // BLOCK
+    assert offer_blocks(worker(), BLOCK, host_budget(8 * GIB, 2, 0.5)) == 2 * GIB // BLOCK
+    assert offer_blocks(worker(), BLOCK, host_budget(8 * GIB, 1, 1.0)) == 8 * GIB // BLOCK
+
+
+def test_a_card_gives_nine_tenths_less_weights_and_activations() -> None:
+    assert offer_blocks(worker(), BLOCK, card()) == (72 - 18) * GIB // BLOCK
+    assert offer_blocks(worker(), BLOCK, card(utilization=0.5)) == (40 - 18) * GIB // BLOCK
+
+
+def test_what_others_hold_of_a_card_cannot_be_had() -> None:
+    assert offer_blocks(worker(), BLOCK, card(utilization=1.0)) == (60 - 2) * GIB // BLOCK
+    assert offer_blocks(worker(), BLOCK, card(free=3 * GIB)) == GIB // BLOCK
+    assert card(free=GIB).most == 0
+
+
+def test_no_more_than_the_requests_can_fill() -> None:
+    assert offer_blocks(worker(max_model_len=100), BLOCK, card()) == 32 * 2
+
+
+@pytest.mark.parametrize("budget", [host_budget(8 * GIB, 2, 0.0), card(free=6 * GIB)])
+def test_kv_tokens_may_take_all_that_there_is_and_no_more(budget: Budget) -> None:
+    fits = 4 * GIB // BLOCK * 64
+    assert offer_blocks(worker(kv_tokens=fits), BLOCK, budget) == fits // 64
+    with pytest.raises(OutOfMemory, match=rf"lower it to {fits}, or free 4.00 MiB") as caught:
+        offer_blocks(worker(kv_tokens=fits + 1), BLOCK, budget)
+    assert "takes 4.00 GiB of memory on this rank and 4.00 GiB can be had" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda u: host_budget(36 << 20, 2, u), "0.25 of the host's 36.00 MiB free for 2 ranks"),
+        (lambda u: host_budget(8 << 20, 1, u), "0.25 of the host's 8.00 MiB free for 1 rank"),
+        (lambda u: card(weights=70 * GIB, free=9 * GIB, utilization=u), "0.9 of the card's 80.00"),
+    ],
+)
+def test_the_utilization_that_a_message_names_is_enough(make, said) -> None:
+    block = 5 << 20
+    with pytest.raises(OutOfMemory) as caught:
+        offer_blocks(worker(), block, make(0.0))
+    assert f"--memory-utilization {said}" in str(caught.value)
+    enough = float(re.fullmatch(r".* raise it to at least ([0-9.]+)", str(caught.value))[1])  # type: ignore[index]
+    assert offer_blocks(worker(), block, make(enough)) >= 1
+    with pytest.raises(OutOfMemory):
+        offer_blocks(worker(), block, make(enough - 0.01))
+
+
+@pytest.mark.parametrize("budget", [host_budget(3 << 20, 1, 1.0), card(free=2 * GIB + (3 << 20))])
+def test_where_nothing_fits_the_message_says_what_is_missing(budget: Budget) -> None:
+    with pytest.raises(OutOfMemory, match=r"free 1.00 MiB, or spread over more ranks \(--tp\)"):
+        offer_blocks(worker(), BLOCK, budget)
