@@ -43,6 +43,8 @@ class WorkerGroup:
         self._hub = hub
         self._num_ranks = num_ranks
         self._hellos: dict[int, Hello] = {}
+        self._last_sent = -1
+        self._results: dict[int, dict[int, StepResult]] = {}
 
     @property
     def pids(self) -> array[int]:
@@ -78,28 +80,32 @@ class WorkerGroup:
                     raise ProtocolError(f"{type(other).__name__} from a rank that allocates")
 
     def send(self, plan: StepPlan) -> None:
-        """Start a step on every rank."""
+        """Start a step on every rank. Further ones may follow before its results are in."""
         self._send(plan)
+        self._last_sent = plan.step
 
-    def receive(self, step: int) -> array[int]:
-        """Wait for `step` on every rank; return its tokens.
+    def receive(self, step: int) -> StepResult:
+        """Wait for `step`, the oldest that is due, on every rank; return what rank 0 says.
 
+        A rank may be ahead of another: what it says of later steps is kept for their turn.
         Raises Diverged naming the first rank whose tokens or collectives differ from rank 0's.
         """
-        results: dict[int, StepResult] = {}
+        results = self._results.setdefault(step, {})
         while len(results) < self._num_ranks:
             match self._next():
-                case StepResult() as result if result.step == step:
-                    results[result.rank] = result
+                case StepResult() as result if step <= result.step <= self._last_sent:
+                    self._results.setdefault(result.step, {})[result.rank] = result
                 case other:
                     raise ProtocolError(f"{type(other).__name__} while step {step} is due")
+        del self._results[step]
         first = results[0]
         for rank in range(1, self._num_ranks):
             result = results[rank]
-            if (result.tokens, result.digest) != (first.tokens, first.digest):
-                what = "tokens" if result.tokens != first.tokens else "collectives"
+            told, same = (result.tokens, result.counts), (first.tokens, first.counts)
+            if (told, result.digest) != (same, first.digest):
+                what = "tokens" if told != same else "collectives"
                 raise Diverged(f"other {what} than rank 0", rank=rank, phase="step", step=step)
-        return first.tokens
+        return first
 
     def check(self) -> None:
         """Raise RankFault if a rank has failed while nothing was due."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -120,6 +121,7 @@ class LocalEngine:
         max_requests: int = 16,
         max_step_tokens: int = 2048,
         prefix_cache: bool = True,
+        max_in_flight: int = 2,
     ) -> None:
         self.config = read_model_config(path)
         self.partition = ModelPartition.of(self.config, tp)
@@ -131,7 +133,9 @@ class LocalEngine:
             "max_model_len": max_model_len,
             "max_step_tokens": max_step_tokens,
             "prefix_cache": prefix_cache,
+            "max_in_flight": max_in_flight,
         }
+        self._max_in_flight = max_in_flight
         self.num_preemptions = 0
         self.num_cached_tokens: list[int] = []
         self.ranks = run_ranks(tp, self._build_rank)
@@ -147,7 +151,8 @@ class LocalEngine:
     ) -> list[Answer]:
         """Answer greedily, or request i by params[i], where max_tokens is the argument's.
 
-        Request i arrives before step arrivals[i] (default: at once).
+        Request i arrives before step arrivals[i] (default: at once). Results are applied as late
+        as the real engine may: when `max_in_flight` steps have run.
         """
         scheduler = Scheduler(eos_token_ids=eos_token_ids, **self._scheduling)
         answers = [Answer() for _ in prompts]
@@ -156,6 +161,7 @@ class LocalEngine:
             for i, prompt in enumerate(prompts)
         ]
         waiting = list(asked)
+        due: deque[tuple[list[int], list[int], list[Tensor]]] = deque()
         step = 0
         while waiting or scheduler.has_work:
             for arrival, request in [entry for entry in waiting if entry[0] <= step]:
@@ -165,15 +171,16 @@ class LocalEngine:
             step += 1
             plan = scheduler.next_plan()
             scheduler.audit()
-            if plan is None:
-                continue
-            tokens, logits = self.step(plan)
-            for news, row in zip(scheduler.apply(tokens), logits, strict=True):
-                answer = answers[news.request.request_id]
-                answer.token_ids.append(news.token_id)
-                answer.logits.append(row)
-                answer.reason = news.reason or ""
-            scheduler.audit()
+            if plan is not None:
+                due.append((_owners(plan, asked), *self.step(plan)))
+            if due and (plan is None or len(due) == self._max_in_flight):
+                owners, tokens, logits = due.popleft()
+                for news in scheduler.apply(tokens):
+                    answer = answers[news.request.request_id]
+                    answer.token_ids.append(news.token_id)
+                    answer.logits.append(logits[owners.index(news.request.request_id)])
+                    answer.reason = news.reason or ""
+                scheduler.audit()
         assert scheduler.ledger.num_free == scheduler.ledger.num_blocks
         self.num_preemptions = scheduler.num_preemptions
         self.num_cached_tokens = [request.num_cached_tokens for _, request in asked]
@@ -272,6 +279,13 @@ class LocalEngine:
 
     def _windows(self) -> set[int]:
         return {self.config.window_of(layer) for layer in range(self.config.num_layers)}
+
+
+def _owners(plan: StepPlan, asked: Sequence[tuple[int, Request]]) -> list[int]:
+    """Ids of the requests that sample in `plan`, in row order; some may have ended when it ran."""
+    owner = {request.slot: request.request_id for _, request in asked if request.slot}
+    rows = zip(plan.rows.slot, plan.rows.phase, strict=True)
+    return [owner[slot] for slot, phase in rows if phase != Phase.CHUNK]
 
 
 def _kept(rank: Rank, logits: Tensor) -> Tensor:
