@@ -8,16 +8,16 @@ from unisono.runtime.request import Request
 from unisono.workers.protocol import Phase
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class PlannedRow:
-    """Tokens of one request that a step computes."""
+    """Tokens of one request that a step computes. Not frozen: there are many, and that costs."""
 
     request: Request
     start: int
     """Its first position; of a decode row behind drafts in flight, the least it can be."""
     count: int
     phase: Phase
-    drafts: int = 0
+    drafts: int
     """Tokens that the ranks may propose behind it: the row answers 1 to drafts + 1."""
 
 
@@ -48,6 +48,6 @@ class Flight:
     rows: list[PlannedRow]
     reads: list[int]
     """Snapshots that requests start from in this step."""
-    saves: list[Save] = field(default_factory=list)
+    saves: list[Save]
     leaving: list[Seat] = field(default_factory=list)
     """Of requests that have ended: free with the result."""

@@ -8,7 +8,7 @@ same token of a prompt, and what follows a hit must start from a snapshot of the
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from unisono.runtime.block_ledger import BlockLedger
 from unisono.runtime.flight import Flight, PlannedRow, Save, Seat
@@ -80,15 +80,22 @@ class Holdings:
         if not self._prefix_cache:
             return
         num_full = min(request.num_computed, self._num_publishable(request)) // BLOCK_SIZE
+        if num_full <= request.num_published:
+            return
         names = self.name_blocks(request, num_full)
         for i in range(request.num_published, num_full):
             self.blocks.cache.publish(request.blocks[i], names[i])
-        request.num_published = max(request.num_published, num_full)
+        request.num_published = num_full
+
+    def begin_saves(self, rows: Iterable[PlannedRow]) -> list[Save]:
+        """Snapshots to save in a step: of the last border that each prompt row reaches."""
+        if not (self.is_hybrid and self._prefix_cache):
+            return []
+        saves = [self.begin_save(row) for row in rows if row.phase != Phase.DECODE]
+        return [save for save in saves if save is not None]
 
     def begin_save(self, row: PlannedRow) -> Save | None:
-        """The snapshot of the last border that prompt row `row` reaches, if one can be saved."""
-        if not (self.is_hybrid and self._prefix_cache) or row.phase == Phase.DECODE:
-            return None
+        """The snapshot of the last border that a prompt row reaches, if one can be saved."""
         request = row.request
         count = min(row.start + row.count, request.num_prompt_tokens) // BLOCK_SIZE
         if count * BLOCK_SIZE <= row.start:

@@ -31,14 +31,16 @@ def step_plan(
 
 
 def _rows(planned: Sequence[PlannedRow]) -> Rows:
-    drafts = int32s(row.drafts for row in planned)
-    return Rows(
-        slot=int32s(row.request.slot for row in planned),
-        start=int32s(row.start for row in planned),
-        count=int32s(row.count for row in planned),
-        phase=int32s(row.phase for row in planned),
-        drafts=drafts if any(drafts) else int32s(),
-    )
+    rows = Rows()
+    for row in planned:
+        rows.slot.append(row.request.slot)
+        rows.start.append(row.start)
+        rows.count.append(row.count)
+        rows.phase.append(row.phase)
+        rows.drafts.append(row.drafts)
+    if not any(rows.drafts):
+        del rows.drafts[:]
+    return rows
 
 
 def _open_arrays(

@@ -163,13 +163,12 @@ class Scheduler:
             step=self._step,
             rows=rows,
             reads=[request.restored for request in opened if request.restored],
+            saves=self._holdings.begin_saves(rows),
         )
         for row in rows:
             row.request.num_ahead += row.count
             row.request.num_drafts += row.drafts
             row.request.last_step = self._step
-            if (save := self._holdings.begin_save(row)) is not None:
-                flight.saves.append(save)
         self._flights.append(flight)
         return step_plan(flight, opened, self._running, self._eos_token_ids)
 
@@ -242,11 +241,13 @@ class Scheduler:
                 continue
             if not budget:
                 break
-            drafts = min(self.drafts_for(request), request.num_left - 1, budget - 1)
-            if not self.ledger.can_take(self._holdings.missing(request, 1 + drafts)):
-                drafts = 0
+            drafts = self.drafts_for(request)
+            if drafts:
+                drafts = min(drafts, request.num_left - 1, budget - 1)
+                if not self.ledger.can_take(self._holdings.missing(request, 1 + drafts)):
+                    drafts = 0
             if self._make_room(request, 1 + drafts):
-                planned.append(_row(request, 1, Phase.DECODE, drafts))
+                planned.append(PlannedRow(request, request.next_start, 1, Phase.DECODE, drafts))
                 budget -= 1 + drafts
             elif self._flights:
                 return None
@@ -262,7 +263,7 @@ class Scheduler:
         for request in sorted(prompts, key=_rank):
             count, phase = _prompt_row(request, budget)
             if count:
-                planned.append(_row(request, count, phase))
+                planned.append(PlannedRow(request, request.next_start, count, phase, 0))
                 budget -= count
         return planned
 
@@ -274,6 +275,8 @@ class Scheduler:
         steps in flight could fill, and the ranks need not be told.
         """
         missing = self._holdings.missing(request, count)
+        if not missing:
+            return True
         while not self.ledger.can_take(missing):
             if self._flights:
                 return False
@@ -332,12 +335,6 @@ class Scheduler:
 
 def _rank(request: Request) -> tuple[int, int]:
     return request.rank
-
-
-def _row(request: Request, count: int, phase: Phase, drafts: int = 0) -> PlannedRow:
-    return PlannedRow(
-        request=request, start=request.next_start, count=count, phase=phase, drafts=drafts
-    )
 
 
 def _prompt_row(request: Request, budget: int) -> tuple[int, Phase]:

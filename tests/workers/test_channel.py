@@ -143,11 +143,12 @@ def test_everything_survives_the_wire_and_json(cls, data):
 
 def test_arrays_keep_their_type_and_travel_raw():
     message = StepResult(rank=0, step=1, tokens=array("q", [1, -2]), digest=2**64 - 1, seconds=1)
-    header, body, raw = frames_of(message)
+    header, body, raw, counts = frames_of(message)
+    assert counts == b""
     assert raw == (1).to_bytes(8, "little") + (-2).to_bytes(8, "little", signed=True)
-    assert msgpack.unpackb(header) == [1, SESSION, 0, "StepResult", "q"]
+    assert msgpack.unpackb(header) == [1, SESSION, 0, "StepResult", "qi"]
     assert msgpack.unpackb(body)["tokens"] == 2
-    assert read([header, body, raw], StepResult).tokens.typecode == "q"
+    assert read([header, body, raw, counts], StepResult).tokens.typecode == "q"
 
 
 def test_an_int_is_welcome_where_a_float_is_due():
