@@ -7,7 +7,7 @@ from torch import Tensor
 
 from unisono.models.partition import ModelPartition
 from unisono.ops.comm import Group
-from unisono.ops.dispatch import Ops
+from unisono.ops.table import Ops
 from unisono.workers.sampling_state import SamplingRows
 
 
