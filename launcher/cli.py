@@ -28,6 +28,7 @@ from unisono.runtime.protocol import EngineError, RequestRejected, WorkerLost
 COMMANDS = {
     "generate": ("unisono.launcher.generate", "Answer prompts with a model on 1 to N ranks."),
     "chat": ("unisono.launcher.chat", "Talk with a model in the terminal."),
+    "eval": ("unisono.launcher.evaluate", "Measure a model on data: the perplexity of a text."),
     "inspect": (
         "unisono.launcher.inspect",
         "Show what each rank would hold and how fast it can be.",
