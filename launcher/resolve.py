@@ -116,7 +116,7 @@ def resolve_config(
     ModelPartition.of(model, tp)
     device = resolve_device(worker.device, host)
     if device == "cuda":
-        _check_gpus(host, tp if cluster is None else cluster.local_world_size)
+        check_gpus(host, tp if cluster is None else cluster.local_world_size)
     parse_overlay(worker.overlay, model)
     worker = replace(
         worker,
@@ -203,7 +203,8 @@ def _resolve_tp(options: Mapping[str, Any], tp: int, cluster: ClusterFacts | Non
     return cluster.world_size
 
 
-def _check_gpus(host: HostFacts, ranks: int) -> None:
+def check_gpus(host: HostFacts, ranks: int) -> None:
+    """Raise ConfigError unless each of `ranks` can have a GPU."""
     if not host.num_gpus:
         raise ConfigError("--device cuda: no GPU is visible here; choose cpu or auto")
     if not host.torch_has_cuda:
