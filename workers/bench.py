@@ -15,7 +15,8 @@ from unisono.workers.timings import BenchDone, BenchFailed, BenchOrders, CaseTim
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from unisono.models.bench_cases import Case, Inputs
+    from unisono.models.bench_cases import Case
+    from unisono.models.bench_inputs import Inputs
     from unisono.ops.dispatch import Ops
     from unisono.ops.timing import Call
 
@@ -47,7 +48,8 @@ class _Bench:
         prepare_environment(os.environ)
         import torch
 
-        from unisono.models.bench_cases import CPU_SIZES, GPU_SIZES, Inputs, cases_of
+        from unisono.models.bench_cases import cases_of
+        from unisono.models.bench_inputs import CPU_SIZES, GPU_SIZES, Inputs
         from unisono.models.shapes import SHAPES
         from unisono.ops.timing import timing_stream
 

@@ -6,7 +6,8 @@ from dataclasses import fields, replace
 
 import torch
 
-from unisono.models.bench_cases import GPU_SIZES, Inputs, Sizes, cases_of
+from unisono.models.bench_cases import cases_of
+from unisono.models.bench_inputs import GPU_SIZES, Inputs, Sizes
 from unisono.models.shapes import SHAPES
 from unisono.ops import dispatch
 from unisono.ops.timing import read_bytes_per_s, seconds_per_call
