@@ -14,6 +14,7 @@ import click
 
 import unisono
 from unisono.launcher.bench_process import BenchPlan, run_bench
+from unisono.launcher.host_report import is_linux
 from unisono.launcher.options import option_spec
 from unisono.launcher.process_table import threads_per_rank
 from unisono.launcher.resolve import check_gpus, host_facts, resolve_device
@@ -105,12 +106,13 @@ def _plan(device: str, ops: tuple[str, ...], shapes: tuple[str, ...]) -> BenchPl
     kind = resolve_device(device, host)
     if kind == "cuda":
         check_gpus(host, 1)
+    cores = len(os.sched_getaffinity(0)) if is_linux() else os.cpu_count() or 1
     return BenchPlan(
         device=kind,
         ops=ops or TIMED_OPS,
         shapes=tuple(dict.fromkeys(shapes)) or SHAPES_BY_DEFAULT[kind],
         seconds=SECONDS,
-        threads=threads_per_rank(os.environ, os.cpu_count() or 1, 1),
+        threads=threads_per_rank(os.environ, cores, 1),
     )
 
 
