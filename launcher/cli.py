@@ -38,6 +38,7 @@ COMMANDS = {
         "unisono.launcher.doctor",
         "Examine this machine and say what to do about it.",
     ),
+    "bench": ("unisono.launcher.bench", "Measure how fast this machine computes."),
 }
 """Command name: the module whose `command` it is, and the line that `unisono --help` shows."""
 
