@@ -104,8 +104,7 @@ def _plan(device: str, ops: tuple[str, ...], shapes: tuple[str, ...]) -> BenchPl
                 raise ConfigError(f"{flag} {name}: choose from {', '.join(legal)}")
     host = host_facts(os.environ)
     kind = resolve_device(device, host)
-    if kind == "cuda":
-        check_device(device, host, 1)
+    check_device(kind, host, 1)
     cores = len(os.sched_getaffinity(0)) if is_linux() else os.cpu_count() or 1
     return BenchPlan(
         device=kind,

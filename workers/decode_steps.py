@@ -39,11 +39,10 @@ class DecodeSteps:
         shape: AttentionShape,
         windows: Iterable[int],
     ) -> None:
-        from unisono.ops.kernels import decode  # Triton is loaded where there is a GPU only
-        from unisono.ops.kernels.attention import SPLIT, plan_records
+        # Triton is loaded where there is a GPU only.
+        from unisono.ops.kernels import attention, decode
 
-        self._expand, self._advance = decode.expand_rows, decode.advance_rows
-        self._plan, self._split = plan_records, SPLIT
+        self._attention, self._decode = attention, decode
         self._model, self._cache, self._slots = model, cache, slots
         self._sampler, self._graphs, self._buffers = sampler, graphs, buffers
         self._shape, self._windows = shape, tuple(sorted(set(windows)))
@@ -56,11 +55,9 @@ class DecodeSteps:
         """Run the model; return the hidden states [rows, width], good until the next step."""
         height = height_of(len(rows), self._buffers.max_rows)
         # A power of two, so that a request that grows does not want a graph of its own again.
-        num_splits = 1 << (max(rows.start) // self._split).bit_length()
+        num_splits = 1 << (max(rows.start) // self._attention.SPLIT).bit_length()
         self._buffers.give_slots(rows.slot, height)
-        self._graphs.run(
-            "forward", (height, num_splits), lambda: self._forward(height, num_splits)
-        )
+        self._graphs.run("forward", (height, num_splits), lambda: self._forward(height, num_splits))
         return self._buffers.hidden[: len(rows)]
 
     def tail(self, rows: Rows) -> Result:
@@ -71,24 +68,27 @@ class DecodeSteps:
 
     def _forward(self, height: int, num_splits: int) -> None:
         buffers, slots = self._buffers, self._slots
-        inputs = [x[:height] for x in (buffers.token_ids, buffers.positions, buffers.slot_mapping)]
+        token_ids, positions = buffers.token_ids[:height], buffers.positions[:height]
+        slot_mapping = buffers.slot_mapping[:height]
         plans = {}
         for window in self._windows:
+            splits_of_row = self._attention.splits_of_row(num_splits, window)
             records = torch.empty(5, height, dtype=torch.int32, device=buffers.slots.device)
-            plans[window] = self._plan(
-                self._shape, records, slots.block_table, num_splits, window
+            plans[window] = self._attention.plan_records(
+                self._shape, records, slots.block_table, splits_of_row, window
             )
-            self._expand(
+            self._decode.expand_rows(
                 buffers.slots[:height],
                 slots.token_ids,
                 slots.lengths,
                 slots.block_table,
                 BLOCK_SIZE,
-                plans[window].few.num_splits,
-                *inputs,
+                splits_of_row,
+                token_ids,
+                positions,
+                slot_mapping,
                 records,
             )
-        token_ids, positions, slot_mapping = inputs
         batch = ForwardBatch(token_ids, positions, slot_mapping, plans)
         buffers.hidden[:height].copy_(self._model.forward(batch, self._cache.layers))
 
@@ -96,7 +96,9 @@ class DecodeSteps:
         logits = self._model.logits(self._buffers.hidden[:height])
         keys = self._sampler.greedy_keys(logits)
         slots = self._slots
-        return self._advance(keys, self._buffers.slots[:height], slots.token_ids, slots.lengths)
+        return self._decode.advance_rows(
+            keys, self._buffers.slots[:height], slots.token_ids, slots.lengths
+        )
 
 
 def height_of(num_rows: int, max_rows: int) -> int:

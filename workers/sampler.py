@@ -52,6 +52,10 @@ class Sampler:
         own = torch.stack((logprob.view(torch.int32), rank.int()), dim=1)
         return torch.cat((own, pairs.flatten(1)), dim=1)
 
+    def greedy_keys(self, logits: Tensor) -> Tensor:
+        """logits [S, this rank's rows] fp32 -> the winning keys of the whole vocabulary [S]."""
+        return self._group.max(self._keys(logits))
+
     def _keys(self, logits: Tensor) -> Tensor:
         return self._ops.argmax_keys(logits, self._first_id, self._num_ids)
 

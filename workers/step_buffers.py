@@ -18,9 +18,7 @@ class StepBuffers:
     the device. Padding rows belong to slot 0, whose block is scratch.
     """
 
-    def __init__(
-        self, max_rows: int, width: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, max_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         def numbers() -> Tensor:
             return torch.zeros(max_rows, dtype=torch.int64, device=device)
 
