@@ -52,7 +52,7 @@ def _tile(outputs: int, rows: int, depth: int, warps: int, stages: int) -> Tile:
 
 # Rows: (most outputs, most inputs, tile); the first that holds the weight serves. Narrow weights
 # need narrow tiles, or too few programs pull at the memory at once. Measured on an H200 by
-# scripts/tune_linear.py; from 17 rows on, some weights are read faster with a tile of 64 rows.
+# scripts/tune_linear.py; some weights are read faster with a tile of 64 rows, however few there are.
 _NARROW: dict[int, tuple[tuple[int, int, Tile], ...]] = {
     16: (
         (960, _ANY, _tile(8, 16, 256, 4, 6)),
@@ -60,7 +60,8 @@ _NARROW: dict[int, tuple[tuple[int, int, Tile], ...]] = {
         (1536, _ANY, _tile(16, 16, 64, 4, 8)),
         (2048, _ANY, _tile(16, 16, 512, 4, 8)),
         (3072, 1536, _tile(32, 16, 64, 4, 8)),
-        (4096, _ANY, _tile(32, 16, 128, 4, 6)),
+        (4096, 8192, _tile(32, 16, 128, 4, 6)),
+        (4096, _ANY, _tile(32, 64, 128, 4, 8)),
         (7168, _ANY, _tile(64, 16, 128, 4, 8)),
         (24576, _ANY, _tile(64, 16, 128, 4, 3)),
         (28672, _ANY, _tile(128, 16, 128, 4, 3)),

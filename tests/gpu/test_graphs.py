@@ -61,6 +61,7 @@ def test_a_new_generation_is_captured_again_and_live_blocks_keep_their_bytes(mod
     [rank] = engine.ranks
     captures = rank.pool.num_captures
 
+    @torch.inference_mode()
     def disturb(step: int) -> None:
         if step == 20:
             rank.cache.generation += 1
@@ -71,6 +72,7 @@ def test_a_new_generation_is_captured_again_and_live_blocks_keep_their_bytes(mod
     got = engine.generate(prompts, 40, before_step=disturb)
     assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
     assert rank.pool.num_captures > captures
+    torch.cuda.synchronize()
     before = [x.clone() for layer in rank.cache.layers for x in (layer.k, layer.v)]
     ones = torch.ones(4, engine.config.hidden_size, dtype=torch.bfloat16, device=GPU)
     with torch.inference_mode():
