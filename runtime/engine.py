@@ -60,7 +60,7 @@ class Engine:
             return False
         self._workers.send(plan)
         result = self._workers.receive(plan.step)
-        for news in self._scheduler.apply(result.tokens, result.logprobs):
+        for news in self._scheduler.apply(result.tokens, result.logprobs, result.checksums):
             self._emit(news)
         return True
 
@@ -97,6 +97,7 @@ class Engine:
             max_tokens=min(message.params.max_tokens, room),
             arrived_s=time.monotonic(),
             priority=message.priority,
+            checksums=message.checksums,
         )
         try:
             self._scheduler.add(request)
@@ -115,6 +116,7 @@ class Engine:
                 logprobs=news.logprobs,
                 prompt_logprobs=take_prompt_logprobs(request),
                 num_cached_tokens=request.num_cached_tokens,
+                checksums=None if news.checksum is None else array("q", [news.checksum]),
             ),
         )
         if news.reason is not None:
@@ -128,5 +130,6 @@ class Engine:
                     first_token_s=request.first_token_s,
                     total_s=now - request.arrived_s,
                     num_cached_tokens=request.num_cached_tokens,
+                    num_preemptions=request.num_admissions - 1,
                 ),
             )

@@ -34,6 +34,8 @@ class NewToken:
     reason: str | None
     logprobs: array[int] | None = None
     """`logprob_width` items, if the request wants them."""
+    checksum: int | None = None
+    """Of the logits that it comes from, if the request wants it."""
 
 
 class Scheduler:
@@ -143,8 +145,13 @@ class Scheduler:
             **_block_arrays(self._running),
         )
 
-    def apply(self, tokens: Sequence[int], logprobs: array[int] | None = None) -> list[NewToken]:
-        """Take the tokens of the step's sampling rows, in row order, and all log-probabilities."""
+    def apply(
+        self,
+        tokens: Sequence[int],
+        logprobs: array[int] | None = None,
+        checksums: Sequence[int] | None = None,
+    ) -> list[NewToken]:
+        """Take the tokens of the step's sampling rows, in row order, and what came with them."""
         rows = list(zip(self._in_flight, self._rows.phase, strict=True))
         cutter = LogprobCutter(logprobs)
         for row in zip(self._in_flight, self._rows.start, self._rows.count, strict=True):
@@ -153,14 +160,16 @@ class Scheduler:
         for request, _ in rows:
             self._publish(request)
         sampling = [request for request, phase in rows if phase != Phase.CHUNK]
+        sums = iter(checksums or ())
         news = []
         for request, token_id in zip(sampling, tokens, strict=True):
             record = cutter.cut(request)
+            checksum = next(sums) if request.checksums else None
             if request.slot == 0:  # aborted while the step ran
                 continue
             request.answer_ids.append(token_id)
             reason = finish_reason(request, token_id, self._eos_token_ids)
-            news.append(NewToken(request, token_id, reason, record))
+            news.append(NewToken(request, token_id, reason, record, checksum))
             if reason is not None:
                 self._close(request)
         cutter.check_empty()

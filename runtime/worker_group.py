@@ -24,6 +24,7 @@ from unisono.workers.protocol import (
 _SAME_ON_EVERY_RANK = {
     "tokens": "tokens",
     "logprobs": "log-probabilities",
+    "checksums": "logits",
     "digest": "collectives",
 }
 """Fields of a StepResult, and what differs where they do."""

@@ -25,6 +25,7 @@ class StepOutput:
 
     tokens: list[int]
     logprobs: array[int] | None
+    checksums: array[int] | None = None
 
 
 class ModelRunner:
@@ -66,7 +67,8 @@ class ModelRunner:
             "tail", key, lambda: self._tail(hidden, inputs, sampling)
         )
         records += token_logprobs(row_slots, self._slots, logits, token_ids, self._sampler)
-        return StepOutput(token_ids.tolist(), records or None)
+        checksums = self._sampler.checksums(logits, self._slots.checksum_rows(row_slots))
+        return StepOutput(token_ids.tolist(), records or None, checksums or None)
 
     def _apply_changes(self, plan: StepPlan) -> None:
         start = 0

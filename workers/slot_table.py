@@ -47,6 +47,10 @@ class SlotTable:
             self.block_table[slot, self._num_blocks[slot]] = block
             self._num_blocks[slot] += 1
 
+    def checksum_rows(self, slots: Sequence[int]) -> list[int]:
+        """Those of the rows with these slots whose logits are to be summed up."""
+        return [row for row, slot in enumerate(slots) if self.sampling.of(slot).checksums]
+
     def append(self, slots: Tensor, positions: Tensor, token_ids: Tensor) -> None:
         """Write sampled tokens [n] at their positions [n]."""
         self.token_ids[slots, positions] = token_ids

@@ -106,6 +106,7 @@ class Worker:
                 step=plan.step,
                 tokens=array("i", output.tokens),
                 logprobs=output.logprobs,
+                checksums=output.checksums,
                 digest=self._group.digest,
                 seconds=time.perf_counter() - began,
             )

@@ -14,6 +14,7 @@ from unisono.runtime.scheduler import Scheduler
 from unisono.runtime.worker_group import Diverged, WorkerGroup
 from unisono.workers.protocol import (
     Phase,
+    Rows,
     SlotSampling,
     StepPlan,
     StepResult,
@@ -163,6 +164,7 @@ class _Ranks:
         ({"logprobs": array("i", [5, 7])}, "log-probabilities"),
         ({"logprobs": None}, "log-probabilities"),
         ({"tokens": array("i", [4])}, "tokens"),
+        ({"checksums": array("q", [1])}, "logits"),
         ({"digest": 8}, "collectives"),
     ],
 )
@@ -172,6 +174,7 @@ def test_a_rank_with_other_log_probabilities_is_named(change: dict[str, object],
     )
     second = dataclasses.replace(first, rank=1, **change)  # type: ignore[arg-type]
     group = WorkerGroup(_Ranks([second, first]), 2)  # type: ignore[arg-type]
+    group.recorder.plan(StepPlan(step=3, rows=Rows()))
     if not what:
         assert group.receive(3) is first
         return
