@@ -17,6 +17,7 @@ from unisono.workers.protocol import Phase, SlotSampling, StepPlan, unpack_sampl
 from unisono.workers.sampler import Sampler
 from unisono.workers.sampling_state import SamplingRows
 from unisono.workers.slot_table import SlotTable
+from unisono.workers.tracer import Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class ModelRunner:
         builder: BatchBuilder,
         sampler: Sampler,
         graphs: GraphPool,
+        tracer: Tracer | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -46,11 +48,20 @@ class ModelRunner:
         self._builder = builder
         self._sampler = sampler
         self._graphs = graphs
+        self._tracer = tracer
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepOutput:
         """Run `plan`; return a token for each of its sampling rows, in row order."""
         self._apply_changes(plan)
+        if self._tracer is None:
+            return self._run(plan)
+        self._tracer.begin(plan.rows, self._slots)
+        output = self._run(plan)
+        self._tracer.end()
+        return output
+
+    def _run(self, plan: StepPlan) -> StepOutput:
         inputs = self._builder.build(plan.rows)
         key = (len(inputs.batch.token_ids), len(plan.rows))
         hidden = self._graphs.run("forward", key, lambda: self._forward(inputs))
