@@ -36,7 +36,7 @@ class RankTrace:
 
         assert record.values is not None, "the run kept no values"
         at, count = record.values
-        return np.fromfile(self.values, dtype="<f4", count=count, offset=4 * at).tolist()  # type: ignore[no-any-return]
+        return np.fromfile(self.values, dtype="<f4", count=count, offset=4 * at).tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

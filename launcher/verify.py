@@ -110,7 +110,7 @@ def run_task(task: Task, open_engine: OpenEngine, bar: Bar) -> list[Verdict]:
                     if runs[setting].fault:
                         break
                     if setting in task.plain_of_counts:
-                        forced[setting] = _force(engine, task, runs)
+                        forced[setting] = _force(engine, task, runs[task.base_of(setting)])
     return [_verdict(task, setting, runs, forced) for setting in task.settings]
 
 
@@ -153,10 +153,8 @@ def _opened(
         yield engine
 
 
-def _force(engine: Channel, task: Task, runs: Mapping[Setting, Run]) -> list[Any]:
+def _force(engine: Channel, task: Task, base: Run) -> list[Any]:
     """Log-probabilities of every prompt with the base's answer behind it."""
-    setting = next(reversed(runs))
-    base = runs[task.base_of(setting)]
     params = SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=NUM_TOP)
     return [
         ask(engine, [(answer.prompt, [*task.prompts[answer.prompt], *answer.token_ids], params)])[

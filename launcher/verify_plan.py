@@ -48,10 +48,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What engines must hold: tokens of the longest request and requests at a time, at most."""
+    """What engines must hold."""
 
     longest: int
+    """Tokens of the longest request."""
     most_requests: int
+    """At a time, of any setting."""
+    num_prompts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +88,9 @@ def _whole_step(setting: Setting, sizes: Sizes) -> dict[str, Any]:
 
 
 def _kv_tokens(setting: Setting, sizes: Sizes) -> dict[str, Any]:
-    # One request must fit; where none is to be pre-empted, all of them, twice.
-    blocks = -(-sizes.longest // BLOCK_SIZE)
-    return {"kv_tokens": BLOCK_SIZE * blocks * (1 if setting.pre_empt else 2 * sizes.most_requests)}
+    # One request must fit; where none is to be pre-empted, all that run and all that are kept.
+    num_requests = 1 if setting.pre_empt else sizes.most_requests + sizes.num_prompts
+    return {"kv_tokens": BLOCK_SIZE * -(-sizes.longest // BLOCK_SIZE) * num_requests}
 
 
 def _missed_chunk(setting: Setting, reach: Reach) -> str:

@@ -23,7 +23,11 @@ class Task:
     def sizes(self) -> Sizes:
         """What engines must hold."""
         longest = max(len(prompt) for prompt in self.prompts) + self.max_tokens
-        return Sizes(longest=longest, most_requests=max(each.batch for each in self.settings))
+        return Sizes(
+            longest=longest,
+            most_requests=max(each.batch for each in self.settings),
+            num_prompts=len(self.prompts),
+        )
 
     @property
     def groups(self) -> list[tuple[dict[str, Any], list[Setting]]]:

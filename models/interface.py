@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.ops.comm import Group
-from unisono.ops.dispatch import Ops
+from unisono.ops.table import Ops
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from unisono.ops.attention import AttentionShape
-from unisono.ops.dispatch import Ops
 from unisono.ops.linear import Linear
 from unisono.ops.reference import activation, embedding, norm, reduce, rope_kv
 from unisono.ops.reference.attention import attention
 from unisono.ops.reference.linear import linear
+from unisono.ops.table import Ops
 
 
 def with_references(ops: Ops, names: Sequence[str]) -> Ops:

@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from unisono.ops import attention, exactness, linear
-from unisono.ops.comm import Group
 from unisono.ops.reference import (
     activation,
     embedding,
@@ -31,30 +29,7 @@ from unisono.ops.reference import (
     rope_kv,
     sampling,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ops:
-    """The arithmetic of one device and dtype. Contracts: the docstring of each function."""
-
-    pack_linear: Callable[[Tensor, Tensor | None], linear.Linear]
-    pack_head: Callable[[Tensor], linear.Linear]
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    silu_and_mul: Callable[[Tensor], Tensor]
-    rope_and_write_kv: Callable[..., Tensor]
-    embed_shard: Callable[[Tensor, Tensor, int], Tensor]
-    reduce_rows: Callable[[Tensor, Tensor | None, Group], Tensor]
-    plan_attention: Callable[..., Any]
-    paged_attention: Callable[..., Tensor]
-    argmax_keys: Callable[[Tensor, int, int], Tensor]
-    unpack_keys: Callable[[Tensor], tuple[Tensor, Tensor]]
-    add_noise: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
-    filter_logits: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-    penalize: Callable[..., Tensor]
-    add_bias: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
-    token_logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
-
+from unisono.ops.table import Ops
 
 _overrides: ContextVar[dict[str, Any]] = ContextVar("op overrides", default={})  # noqa: B039
 

@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from unisono.ops.dispatch import Ops
 from unisono.ops.kernels import (
     activation,
     attention,
@@ -23,6 +22,7 @@ from unisono.ops.linear import Linear
 from unisono.ops.reference import filters, logprobs, reduce
 from unisono.ops.reference.penalties import penalize
 from unisono.ops.reference.sampling import unpack_keys
+from unisono.ops.table import Ops
 
 
 def gpu_ops(device: torch.device) -> Ops:

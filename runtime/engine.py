@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import deque
 
 from unisono.runtime.logprobs import take_prompt_logprobs
 from unisono.runtime.protocol import (
@@ -43,26 +44,37 @@ class Engine:
         self._scheduler = scheduler
         self._max_model_len = max_model_len
         self._stopped = False
+        self._in_flight: deque[int] = deque()
         workers.on_silence = self._drain
 
     def run(self) -> None:
         """Serve. Raises WorkerLost (RankFault with the rank's own exception)."""
-        while not self._stopped:
+        while True:
             self._drain()
-            if not self._step() and not self._stopped:
+            if self._stopped:
+                break
+            self._send_plans()
+            if self._scheduler.has_work:
+                self._take_result()
+            else:
                 self._workers.check()
+        while self._in_flight:
+            self._workers.receive(self._in_flight.popleft())
         self._workers.shutdown()
 
-    def _step(self) -> bool:
-        """Run one step; False if there was nothing to compute."""
-        plan = self._scheduler.next_plan()
-        if plan is None:
-            return False
-        self._workers.send(plan)
-        result = self._workers.receive(plan.step)
-        for news in self._scheduler.apply(result.tokens, result.logprobs, result.checksums):
+    def _send_plans(self) -> None:
+        """Give the ranks what can be planned without the results that are due."""
+        while (plan := self._scheduler.next_plan()) is not None:
+            self._workers.send(plan)
+            self._in_flight.append(plan.step)
+
+    def _take_result(self) -> None:
+        """Wait for the oldest step in flight, and pass on what it answered."""
+        result = self._workers.receive(self._in_flight.popleft())
+        for news in self._scheduler.apply(
+            result.tokens, result.counts, result.logprobs, result.checksums
+        ):
             self._emit(news)
-        return True
 
     def _drain(self) -> None:
         """Take in what clients have sent; wait a little for it if there is nothing to do."""

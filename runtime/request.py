@@ -14,10 +14,12 @@ from unisono.workers.protocol import int32s
 class Request:
     """A request and how far it is.
 
-    [0, num_computed)             has its KV in `blocks`; the next step computes from there
-    [num_computed, num_given)     what its slot was opened with and is still to be computed
-    [0, num_tokens)               prompt and answer; after num_given the newest token is always
-                                  the one position that is not computed yet
+    [0, num_computed)             has its KV in `blocks`, by the results that are in
+    [num_computed, next_start)    is computed by the steps in flight, which may accept up to
+                                  num_drafts tokens more
+    [next_start, num_given)       what its slot was opened with and is still to be planned
+    [0, num_tokens)               prompt and answer, as far as they are known here; of an answer
+                                  the newest token is not computed yet
     """
 
     client: str
@@ -33,6 +35,8 @@ class Request:
     """Lower goes first; among equals, the first to come."""
     order: int = 0
     """Its number in the order of arrival."""
+    needs_host: bool = False
+    """Every token must be seen here before its next one is planned."""
     answer_ids: array[int] = field(default_factory=int32s)
     slot: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -44,6 +48,16 @@ class Request:
     num_given: int = 0
     """Tokens its slot was opened with: the prompt, and after a pre-emption the answer so far."""
     num_computed: int = 0
+    num_ahead: int = 0
+    """Tokens that its rows in flight compute for certain."""
+    num_drafts: int = 0
+    """Drafts of its rows in flight: tokens that may be accepted beside."""
+    last_step: int = 0
+    """The last step that named its slot or its blocks."""
+    state: int = 0
+    """Its recurrent state on the workers; 0: the model has none."""
+    restored: int = 0
+    """The snapshot that its state started from; 0: it started empty."""
     num_admissions: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache spared it when it was first admitted."""
@@ -74,8 +88,23 @@ class Request:
 
     @property
     def in_prompt(self) -> bool:
-        """Whether tokens that its slot was opened with are still to be computed."""
-        return self.num_computed < self.num_given
+        """Whether tokens that its slot was opened with are still to be planned."""
+        return self.next_start < self.num_given
+
+    @property
+    def next_start(self) -> int:
+        """Where its next row begins, at the least."""
+        return self.num_computed + self.num_ahead
+
+    @property
+    def most_computed(self) -> int:
+        """Tokens that are computed when all steps in flight are done, at the most."""
+        return self.next_start + self.num_drafts
+
+    @property
+    def num_left(self) -> int:
+        """Tokens still to be computed after the steps in flight, at the least."""
+        return self.num_prompt_tokens + self.max_tokens - 1 - self.most_computed
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

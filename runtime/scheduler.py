@@ -5,24 +5,32 @@ the tokens it has so far fit. Decode rows go first, then prompts within the toke
 that does not fit is cut at a block border. If a running request finds no block, the one of the
 last rank is pre-empted: it loses its slot and blocks, waits at its place, and is computed again
 as a prompt of all its tokens. So the request of the first rank always gets on.
+
+The next step is planned before the result of the last one is in. What that result will say is
+known within bounds: a row in flight adds 1 to 1 + drafts tokens, and room is taken for the most.
+A request that may have its last token in flight waits for it; one that has ended in an earlier
+step has a row in vain, and leaves its slot and blocks after that. Nobody is pre-empted while steps
+are in flight: where blocks run short, nothing is planned until the results are in.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import insort
-from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unisono.runtime.block_ledger import BlockLedger
+from unisono.runtime.holdings import Holdings
+from unisono.runtime.in_flight import Flight, PlannedRow
 from unisono.runtime.logprobs import LogprobCutter
+from unisono.runtime.plan_wire import step_plan
 from unisono.runtime.protocol import RequestRejected
 from unisono.runtime.request import Request, blocks_for
-from unisono.runtime.sampling_wire import open_sampling
 from unisono.runtime.stopping import finish_reason
 from unisono.workers.config import BLOCK_SIZE
-from unisono.workers.protocol import Phase, Rows, StepPlan, int32s
+from unisono.workers.protocol import Phase, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +58,41 @@ class Scheduler:
         max_step_tokens: int,
         eos_token_ids: Sequence[int],
         prefix_cache: bool = True,
+        max_in_flight: int = 2,
+        num_drafts: int = 0,
+        num_states: int = 0,
     ) -> None:
-        self.ledger = BlockLedger(num_blocks)
+        """`max_in_flight` steps may be out, one running and the others planned ahead.
+
+        `num_states`: recurrent states on every rank, at least `max_requests` for a hybrid model,
+        0 for others. `num_drafts`: the most that one row may have.
+        """
         self.num_preemptions = 0
         self._max_model_len = max_model_len
         self._max_step_tokens = max(max_step_tokens, BLOCK_SIZE)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._prefix_cache = prefix_cache
-        self._free_slots = deque(range(1, max_requests + 1))
-        self._num_slots = max_requests
+        self._max_in_flight = max_in_flight
+        self._num_drafts = num_drafts
+        self._holdings = Holdings(num_blocks, max_requests, num_states, prefix_cache)
         self._num_arrived = 0
         self._waiting: list[Request] = []
         self._running: list[Request] = []
-        self._in_flight: list[Request] = []
-        self._rows = Rows()
+        self._flights: deque[Flight] = deque()
         self._step = 0
 
     @property
+    def ledger(self) -> BlockLedger:
+        return self._holdings.blocks
+
+    @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        """Whether there is something to compute or a result is due."""
+        return bool(self._waiting or self._running or self._flights)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps whose results are due."""
+        return len(self._flights)
 
     def check(self, request: Request) -> None:
         """Raise RequestRejected if `request` could never run, with the numbers."""
@@ -105,136 +129,179 @@ class Scheduler:
                 return
 
     def restart(self) -> None:
-        """The ranks were started anew: every slot, every block and the step in flight are lost.
+        """The ranks were started anew: every slot, every block and all steps in flight are lost.
 
         Running requests wait at their places, with the tokens they have.
         """
-        for request in list(self._running):
-            self._close(request)
+        self._flights.clear()
+        for request in self._running:
+            self._holdings.unseat(request)
             self._enqueue(request)
-        self.ledger = BlockLedger(self.ledger.num_blocks)
+        self._running = []
+        self._holdings.restart()
         for request in self._waiting:
             request.block_names = []  # of the old cache's salt
-        self._in_flight = []
+
+    def drafts_for(self, request: Request) -> int:
+        """Tokens that the ranks may propose behind the next one of `request`."""
+        return 0 if request.needs_host else self._num_drafts
 
     def next_plan(self) -> StepPlan | None:
-        """Admit what fits and return the next step; None if there is nothing to compute."""
-        assert not self._in_flight, "the result of the last step is still due"
+        """Admit what fits and return the next step.
+
+        None: there is nothing to compute, or, if steps are in flight, nothing without a result.
+        """
+        if self.num_in_flight == self._max_in_flight:
+            return None
         num_preemptions = self.num_preemptions
-        planned = self._plan_decodes()
+        rows = self._plan_decodes()
+        if rows is None:
+            return None
         # Whoever was pre-empted just now would only take the blocks that were needed.
         opened = self._admit() if self.num_preemptions == num_preemptions else []
-        planned += self._plan_prompts(self._max_step_tokens - len(planned))
-        if not planned:
-            assert not self.has_work, "requests wait and nothing runs"
+        rows += self._plan_prompts(self._max_step_tokens - sum(r.count + r.drafts for r in rows))
+        if not rows:
+            assert not opened, "requests were admitted and none runs"
+            assert self._flights or not self.has_work, "requests wait and nothing runs"
             return None
         self._step += 1
-        rows = Rows()
-        for request, count, phase in planned:
-            rows.slot.append(request.slot)
-            rows.start.append(request.num_computed)
-            rows.count.append(count)
-            rows.phase.append(phase)
-            request.num_computed += count
-            self._in_flight.append(request)
-        self._rows = rows
-        return StepPlan(
+        flight = Flight(
             step=self._step,
             rows=rows,
-            **_open_arrays(opened, self._eos_token_ids),
-            **_block_arrays(self._running),
+            reads=[request.restored for request in opened if request.restored],
+            saves=self._holdings.begin_saves(rows),
         )
+        for row in rows:
+            row.request.num_ahead += row.count
+            row.request.num_drafts += row.drafts
+            row.request.last_step = self._step
+        self._flights.append(flight)
+        return step_plan(flight, opened, self._running, self._eos_token_ids)
 
     def apply(
         self,
         tokens: Sequence[int],
+        counts: Sequence[int] = (),
         logprobs: array[int] | None = None,
         checksums: Sequence[int] | None = None,
     ) -> list[NewToken]:
-        """Take the tokens of the step's sampling rows, in row order, and what came with them."""
-        rows = list(zip(self._in_flight, self._rows.phase, strict=True))
+        """Take the result of the oldest step in flight: the tokens of its sampling rows, in order.
+
+        The i-th of these rows has counts[i] of them, or one each if `counts` is empty. `logprobs`
+        and `checksums` are those of all rows.
+        """
+        flight = self._flights.popleft()
+        self._land(flight)
         cutter = LogprobCutter(logprobs)
-        for row in zip(self._in_flight, self._rows.start, self._rows.count, strict=True):
-            cutter.give_prompt(*row)
-        self._in_flight = []
-        for request, _ in rows:
-            self._publish(request)
-        sampling = [request for request, phase in rows if phase != Phase.CHUNK]
         sums = iter(checksums or ())
-        news = []
-        for request, token_id in zip(sampling, tokens, strict=True):
-            record = cutter.cut(request)
-            checksum = next(sums) if request.checksums else None
-            if request.slot == 0:  # aborted while the step ran
-                continue
-            request.answer_ids.append(token_id)
-            reason = finish_reason(request, token_id, self._eos_token_ids)
-            news.append(NewToken(request, token_id, reason, record, checksum))
-            if reason is not None:
-                self._close(request)
+        for row in flight.rows:
+            cutter.give_prompt(row.request, row.start, row.count)
+        due = iter(counts or [1] * sum(row.phase != Phase.CHUNK for row in flight.rows))
+        news: list[NewToken] = []
+        end = 0
+        for row in flight.rows:
+            is_chunk = row.phase == Phase.CHUNK
+            count = 0 if is_chunk else next(due)
+            end += count
+            records = [
+                (cutter.cut(row.request), next(sums) if row.request.checksums else None)
+                for _ in range(count)
+            ]
+            # A request that has ended meanwhile had its row in vain.
+            if row.request.slot:
+                assert is_chunk or 1 <= count <= 1 + row.drafts, row
+                news += self._settle(row, tokens[end - count : end], records)
+        assert end == len(tokens), f"{len(tokens)} tokens where {end} were due"
         cutter.check_empty()
         return news
 
     def audit(self) -> None:
-        """Blocks and slots add up; every running request has room, and writes to no shared block.
+        """Everything held is held once; every running request has room for its steps in flight.
 
         Raises AssertionError.
         """
-        self.ledger.audit()
-        slots = [request.slot for request in self._running]
-        assert sorted([*slots, *self._free_slots]) == list(range(1, self._num_slots + 1))
+        self._holdings.audit(self._running, self._flights)
         ranks = [request.rank for request in self._waiting]
         assert ranks == sorted(set(ranks)), "the queue is out of order"
-        users = Counter(block for request in self._running for block in request.blocks)
-        assert users.total() == sum(map(self.ledger.num_users, users)), "a block has a lost user"
-        assert self.ledger.num_free + len(users) == self.ledger.num_blocks, "a block has no user"
-        writes_from = dict(zip(self._in_flight, self._rows.start, strict=False))
         for request in self._running:
-            self._audit_running(request, writes_from.get(request, request.num_computed))
+            self._audit_running(request)
         for request in self._waiting:
-            assert request.slot == 0, request
+            assert request.slot == request.state == request.next_start == 0, request
             assert not request.blocks, request
-            assert request.num_computed == 0, request
 
-    def _audit_running(self, request: Request, writes_from: int) -> None:
-        num_needed = max(request.num_computed, request.num_given)
-        assert len(request.blocks) == blocks_for(num_needed), request
-        assert request.num_computed <= request.num_tokens, request
-        assert request.num_sent_blocks <= len(request.blocks), request
-        for i, block in enumerate(request.blocks):
-            name = self.ledger.cache.name_of(block)
-            if name is not None or self.ledger.num_users(block) > 1:
-                assert (i + 1) * BLOCK_SIZE <= writes_from, "a shared block is written"
-                assert name == request.block_names[i], "a block has another's name"
+    def _audit_running(self, request: Request) -> None:
+        rows = [row for flight in self._flights for row in flight.rows if row.request is request]
+        assert request.num_ahead == sum(row.count for row in rows), request
+        assert request.num_drafts == sum(row.drafts for row in rows), request
+        assert request.next_start <= request.num_tokens + len(rows), request
+        assert request.num_left >= 0, request
+        at_least = blocks_for(max(request.most_computed, request.num_given))
+        spare = self._max_in_flight * (1 + self._num_drafts)
+        at_most = min(blocks_for(request.num_tokens - 1 + spare), request.max_blocks)
+        assert at_least <= len(request.blocks) <= max(at_least, at_most), request
 
-    def _plan_decodes(self) -> list[_Row]:
-        """Rows of the requests that decode, in order of rank, each with room for its token."""
-        planned: list[_Row] = []
+    def _land(self, flight: Flight) -> None:
+        """Free what only waited for the result of `flight`, and let its snapshots be found."""
+        for state in flight.reads:
+            self._holdings.states.end_read(state)
+        for save in flight.saves:
+            self._holdings.states.end_save(save.name)
+        for seat in flight.leaving:
+            self._holdings.free(seat)
+
+    def _plan_decodes(self) -> list[PlannedRow] | None:
+        """Rows of the requests that decode, in order of rank, each with room for its tokens.
+
+        None: only the results of the steps in flight can make room.
+        """
+        planned: list[PlannedRow] = []
+        budget = self._max_step_tokens
         decoding = [request for request in self._running if not request.in_prompt]
         for request in sorted(decoding, key=_rank):
-            if len(planned) == self._max_step_tokens:
-                break
             # Victims have the last rank, so none of them is planned already.
-            if request.slot and self._make_room(request):
-                planned.append((request, 1, Phase.DECODE))
+            if not request.slot or not self._may_decode(request):
+                continue
+            if not budget:
+                break
+            drafts = self.drafts_for(request)
+            if drafts:
+                drafts = min(drafts, request.num_left - 1, budget - 1)
+                if not self.ledger.can_take(self._holdings.missing(request, 1 + drafts)):
+                    drafts = 0
+            if self._make_room(request, 1 + drafts):
+                planned.append(PlannedRow(request, request.next_start, 1, Phase.DECODE, drafts))
+                budget -= 1 + drafts
+            elif self._flights:
+                return None
         return planned
 
-    def _plan_prompts(self, budget: int) -> list[_Row]:
-        planned: list[_Row] = []
+    def _may_decode(self, request: Request) -> bool:
+        """Not behind its last token, wherever that may be, nor before the host has seen it."""
+        return request.num_left > 0 and not (request.needs_host and request.num_ahead)
+
+    def _plan_prompts(self, budget: int) -> list[PlannedRow]:
+        planned: list[PlannedRow] = []
         prompts = [request for request in self._running if request.in_prompt]
         for request in sorted(prompts, key=_rank):
             count, phase = _prompt_row(request, budget)
             if count:
-                planned.append((request, count, phase))
+                planned.append(PlannedRow(request, request.next_start, count, phase, 0))
                 budget -= count
         return planned
 
-    def _make_room(self, request: Request) -> bool:
-        """Take the block that the next token needs, pre-empting for it; False: it was itself."""
-        missing = blocks_for(request.num_computed + 1) - len(request.blocks)
-        if missing == 0:  # for 63 of 64 tokens
+    def _make_room(self, request: Request, count: int) -> bool:
+        """Take the blocks that `count` more tokens need, pre-empting for them if nothing is due.
+
+        False: there are none, or it was pre-empted itself. Blocks for drafts that were not
+        accepted stay with the request, whose next tokens need them: it never has more than the
+        steps in flight could fill, and the ranks need not be told.
+        """
+        missing = self._holdings.missing(request, count)
+        if not missing:
             return True
         while not self.ledger.can_take(missing):
+            if self._flights:
+                return False
             victim = max(self._running, key=_rank)
             self._close(victim)
             self._enqueue(victim)
@@ -245,21 +312,10 @@ class Scheduler:
         return True
 
     def _admit(self) -> list[Request]:
-        """Open slots in order of rank, as long as all tokens of the next request find blocks."""
+        """Open slots in order of rank, as long as all tokens of the next request find room."""
         opened = []
-        while self._waiting and self._free_slots:
-            request = self._waiting[0]
-            shared = self._find_shared(request)
-            missing = blocks_for(request.num_tokens) - len(shared)
-            if not self.ledger.can_take(missing, shared):
-                break
-            self._waiting.pop(0)
-            self.ledger.share(shared)
-            request.blocks = shared + self.ledger.take(missing)
-            request.slot = self._free_slots.popleft()
-            request.num_given = request.num_tokens
-            request.num_published = len(shared)
-            request.num_computed = len(shared) * BLOCK_SIZE
+        while self._waiting and self._holdings.admit(self._waiting[0]):
+            request = self._waiting.pop(0)
             if request.num_admissions == 0:
                 request.num_cached_tokens = request.num_computed
             request.num_admissions += 1
@@ -267,45 +323,44 @@ class Scheduler:
             opened.append(request)
         return opened
 
-    def _find_shared(self, request: Request) -> list[int]:
-        """Published blocks that hold its first tokens; the last is always left to compute."""
-        if not self._prefix_cache or request.lacks_prompt_logprobs:
-            return []
-        count = (request.num_tokens - 1) // BLOCK_SIZE
-        self._name_blocks(request, count)
-        return self.ledger.cache.find(request.block_names[:count])
+    def _settle(
+        self,
+        row: PlannedRow,
+        tokens: Sequence[int],
+        records: Sequence[tuple[array[int] | None, int | None]],
+    ) -> list[NewToken]:
+        """Take what a row in flight has answered, up to the first token that ends the answer.
 
-    def _publish(self, request: Request) -> None:
-        """Let others find the blocks that `request` has filled with computed tokens."""
-        if not self._prefix_cache or request.slot == 0:
-            return
-        num_full = request.num_computed // BLOCK_SIZE
-        if num_full == request.num_published:
-            return
-        self._name_blocks(request, num_full)
-        for i in range(request.num_published, num_full):
-            self.ledger.cache.publish(request.blocks[i], request.block_names[i])
-        request.num_published = num_full
-
-    def _name_blocks(self, request: Request, count: int) -> None:
-        names = request.block_names
-        for i in range(len(names), count):
-            tokens = request.tokens(i * BLOCK_SIZE, (i + 1) * BLOCK_SIZE)
-            names.append(self.ledger.cache.name(names[-1] if names else b"", tokens))
+        `records`: the log-probabilities and the checksum of each token, where they are wanted.
+        """
+        request = row.request
+        request.num_ahead -= row.count
+        request.num_drafts -= row.drafts
+        request.num_computed += row.count + max(len(tokens) - 1, 0)
+        news: list[NewToken] = []
+        for token_id, record in zip(tokens, records, strict=True):
+            request.answer_ids.append(token_id)
+            reason = finish_reason(request, token_id, self._eos_token_ids)
+            news.append(NewToken(request, token_id, reason, *record))
+            if reason is not None:
+                break
+        self._holdings.publish(request)
+        if news and news[-1].reason is not None:
+            self._close(request)
+        return news
 
     def _enqueue(self, request: Request) -> None:
         insort(self._waiting, request, key=_rank)
 
     def _close(self, request: Request) -> None:
+        """Take `request` off the ranks. What it held is free after the last step that names it."""
         self._running.remove(request)
-        self.ledger.give_back(request.blocks)
-        self._free_slots.append(request.slot)
-        request.blocks, request.slot = [], 0
-        request.num_computed = request.num_sent_blocks = request.num_published = 0
-
-
-_Row = tuple[Request, int, Phase]
-"""A request, how many tokens of it a step computes, and as what."""
+        seat = self._holdings.unseat(request)
+        for flight in self._flights:
+            if flight.step == request.last_step:
+                flight.leaving.append(seat)
+                return
+        self._holdings.free(seat)
 
 
 def _rank(request: Request) -> tuple[int, int]:
@@ -314,36 +369,8 @@ def _rank(request: Request) -> tuple[int, int]:
 
 def _prompt_row(request: Request, budget: int) -> tuple[int, Phase]:
     """Tokens that `request` computes of its prompt within `budget`, and their phase."""
-    left = request.num_given - request.num_computed
+    left = request.num_given - request.next_start
     if left <= budget:
         return left, Phase.PROMPT
-    end = (request.num_computed + budget) // BLOCK_SIZE * BLOCK_SIZE
-    return max(end - request.num_computed, 0), Phase.CHUNK
-
-
-def _open_arrays(
-    opened: Sequence[Request], eos_token_ids: Collection[int]
-) -> dict[str, array[int]]:
-    """What a plan says of the slots it opens: all tokens so far, and how many blocks are shared."""
-    tokens = int32s()
-    for request in opened:
-        tokens.extend(request.tokens(0, request.num_given))
-    return {
-        "open_slot": int32s(request.slot for request in opened),
-        "open_length": int32s(request.num_given for request in opened),
-        "open_tokens": tokens,
-        "open_sampling": open_sampling(opened, eos_token_ids),
-        "num_shared": int32s(request.num_published for request in opened),
-    }
-
-
-def _block_arrays(running: Sequence[Request]) -> dict[str, array[int]]:
-    """What a plan says of the blocks that slots got since the last plan."""
-    slots, blocks = int32s(), int32s()
-    for request in running:
-        if request.num_sent_blocks < len(request.blocks):
-            new = request.blocks[request.num_sent_blocks :]
-            slots.extend([request.slot] * len(new))
-            blocks.extend(new)
-            request.num_sent_blocks = len(request.blocks)
-    return {"block_slot": slots, "block_id": blocks}
+    end = (request.next_start + budget) // BLOCK_SIZE * BLOCK_SIZE
+    return max(end - request.next_start, 0), Phase.CHUNK

@@ -23,6 +23,7 @@ from unisono.workers.protocol import (
 
 _SAME_ON_EVERY_RANK = {
     "tokens": "tokens",
+    "counts": "tokens",
     "logprobs": "log-probabilities",
     "checksums": "logits",
     "digest": "collectives",
@@ -58,6 +59,8 @@ class WorkerGroup:
         """Called again and again while ranks are awaited that say nothing."""
         self._hellos: dict[int, Hello] = {}
         self.num_blocks = 0
+        self._last_sent = -1
+        self._results: dict[int, dict[int, StepResult]] = {}
 
     @property
     def pids(self) -> array[int]:
@@ -94,23 +97,27 @@ class WorkerGroup:
                     raise ProtocolError(f"{type(other).__name__} from a rank that allocates")
 
     def send(self, plan: StepPlan) -> None:
-        """Start a step on every rank."""
+        """Start a step on every rank. Further ones may follow before its results are in."""
         self.recorder.plan(plan)
         self._send(plan)
+        self._last_sent = plan.step
 
     def receive(self, step: int) -> StepResult:
-        """Wait for `step` on every rank; return the result of rank 0.
+        """Wait for `step`, the oldest that is due, on every rank; return what rank 0 says.
 
+        A rank may be ahead of another: what it says of later steps is kept for their turn.
         Raises Diverged naming the first rank whose tokens, log-probabilities or collectives
         differ from rank 0's.
         """
-        results: dict[int, StepResult] = {}
+        results = self._results.setdefault(step, {})
         while len(results) < self._num_ranks:
             match self._next():
-                case StepResult() as result if result.step == step:
-                    results[result.rank] = result
+                case StepResult() as result if step <= result.step <= self._last_sent:
+                    self.recorder.result(result)
+                    self._results.setdefault(result.step, {})[result.rank] = result
                 case other:
                     raise ProtocolError(f"{type(other).__name__} while step {step} is due")
+        del self._results[step]
         first = results[0]
         for rank in range(1, self._num_ranks):
             for name, what in _SAME_ON_EVERY_RANK.items():
@@ -152,8 +159,6 @@ class WorkerGroup:
         message = received[1]
         if isinstance(message, Fault):
             raise RankFault(message)
-        if isinstance(message, StepResult):
-            self.recorder.result(message)
         return message
 
     def _greet(self, hello: Hello) -> None:

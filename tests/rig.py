@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from unisono.models.registry import model_class
 from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape
 from unisono.ops.comm import Group
+from unisono.ops.table import Ops
 from unisono.runtime.logprobs import take_prompt_logprobs
 from unisono.runtime.protocol import SamplingParams
 from unisono.runtime.request import Request
@@ -41,6 +43,7 @@ from unisono.workers.model_runner import ModelRunner, StepOutput
 from unisono.workers.protocol import Phase, StepPlan
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
+from unisono.workers.tracer import Tracer
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -93,7 +96,7 @@ class Rank:
     """One rank's model and buffers."""
 
     group: Group
-    ops: dispatch.Ops
+    ops: Ops
     model: Llama
     cache: KVCache
     runner: ModelRunner
@@ -128,7 +131,11 @@ class LocalEngine:
         prefix_cache: bool = True,
         overlay: str = "",
         device: torch.device = CPU,
+        max_in_flight: int = 2,
+        ops_of: Callable[[int, Ops], Ops] = lambda rank, ops: ops,
+        tracer_of: Callable[[int], Tracer | None] = lambda rank: None,
     ) -> None:
+        self.ops_of, self.tracer_of = ops_of, tracer_of
         self.config = model if isinstance(model, ModelConfig) else read_model_config(model)
         self._load_format = "random" if isinstance(model, ModelConfig) else "auto"
         self._overlay = parse_overlay(overlay, self.config)
@@ -142,7 +149,9 @@ class LocalEngine:
             "max_model_len": max_model_len,
             "max_step_tokens": max_step_tokens,
             "prefix_cache": prefix_cache,
+            "max_in_flight": max_in_flight,
         }
+        self._max_in_flight = max_in_flight
         self.num_preemptions = 0
         self.num_cached_tokens: list[int] = []
         self.ranks = run_ranks(tp, self._build_rank)
@@ -158,7 +167,8 @@ class LocalEngine:
     ) -> list[Answer]:
         """Answer greedily, or request i by params[i], where max_tokens is the argument's.
 
-        Request i arrives before step arrivals[i] (default: at once).
+        Request i arrives before step arrivals[i] (default: at once). Results are applied as late
+        as the real engine may: when `max_in_flight` steps have run.
         """
         scheduler = Scheduler(eos_token_ids=eos_token_ids, **self._scheduling)
         answers = [Answer() for _ in prompts]
@@ -167,6 +177,7 @@ class LocalEngine:
             for i, prompt in enumerate(prompts)
         ]
         waiting = list(asked)
+        due: deque[tuple[list[int], StepOutput, list[Tensor]]] = deque()
         step = 0
         while waiting or scheduler.has_work:
             for arrival, request in [entry for entry in waiting if entry[0] <= step]:
@@ -176,18 +187,18 @@ class LocalEngine:
             step += 1
             plan = scheduler.next_plan()
             scheduler.audit()
-            if plan is None:
-                continue
-            output, logits = self.step(plan)
-            news_of_step = scheduler.apply(output.tokens, output.logprobs)
-            for news, row in zip(news_of_step, logits, strict=True):
-                answer = answers[news.request.request_id]
-                answer.token_ids.append(news.token_id)
-                answer.logits.append(row)
-                answer.logprobs.append(news.logprobs)
-                answer.prompt_logprobs += take_prompt_logprobs(news.request) or []
-                answer.reason = news.reason or ""
-            scheduler.audit()
+            if plan is not None:
+                due.append((_owners(plan, asked), *self.step(plan)))
+            if due and (plan is None or len(due) == self._max_in_flight):
+                owners, output, logits = due.popleft()
+                for news in scheduler.apply(output.tokens, (), output.logprobs):
+                    answer = answers[news.request.request_id]
+                    answer.token_ids.append(news.token_id)
+                    answer.logits.append(logits[owners.index(news.request.request_id)])
+                    answer.logprobs.append(news.logprobs)
+                    answer.prompt_logprobs += take_prompt_logprobs(news.request) or []
+                    answer.reason = news.reason or ""
+                scheduler.audit()
         assert scheduler.ledger.num_free == scheduler.ledger.num_blocks
         self.num_preemptions = scheduler.num_preemptions
         self.num_cached_tokens = [request.num_cached_tokens for _, request in asked]
@@ -262,8 +273,10 @@ class LocalEngine:
     @torch.inference_mode()
     def _build_rank(self, group: Group) -> Rank:
         device = self._device
-        ops = dispatch.resolve(device, self.config.head_dim)
-        build = Build(ops, group, self._dtype, device)
+        ops = self.ops_of(group.rank, dispatch.resolve(device, self.config.head_dim))
+        tracer = self.tracer_of(group.rank)
+        tap = None if tracer is None else tracer.tap
+        build = Build(ops, group, self._dtype, device, tap=tap)
         model = model_class(self.config.family)(build, self.partition, self.max_model_len)
         specs = list(self.partition.weights(group.rank))
         with open_weights(self._path, self._load_format, self._overlay, self._dtype) as source:
@@ -274,7 +287,7 @@ class LocalEngine:
         slots = SlotTable(self._scheduling["max_requests"], self.max_model_len, device)
         builder = BatchBuilder(ops, slots, self._shape(group.rank), self._windows())
         sampler = Sampler(ops, group, self.partition, 0)
-        runner = ModelRunner(model, cache, slots, builder, sampler, GraphPool(device))
+        runner = ModelRunner(model, cache, slots, builder, sampler, GraphPool(device), tracer)
         rank = Rank(group, ops, model, cache, runner)
         model.logits = lambda hidden: _kept(rank, model.head(hidden))
         return rank
@@ -288,6 +301,13 @@ class LocalEngine:
 
     def _windows(self) -> set[int]:
         return {self.config.window_of(layer) for layer in range(self.config.num_layers)}
+
+
+def _owners(plan: StepPlan, asked: Sequence[tuple[int, Request]]) -> list[int]:
+    """Ids of the requests that sample in `plan`, in row order; some may have ended when it ran."""
+    owner = {request.slot: request.request_id for _, request in asked if request.slot}
+    rows = zip(plan.rows.slot, plan.rows.phase, strict=True)
+    return [owner[slot] for slot, phase in rows if phase != Phase.CHUNK]
 
 
 def _kept(rank: Rank, logits: Tensor) -> Tensor:

@@ -328,6 +328,33 @@ def test_model_after_a_prefix_hit_and_after_pre_emption(checkpoint: Path, dtype:
             assert_same_bits("logits", torch.stack(answer.logits), torch.stack(alone.logits))
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_model_with_steps_planned_ahead(checkpoint: Path, tp: int) -> None:
+    """Planned before the last results are in, past ends of text: same logits' bits."""
+    stem = random_ids(140, seed=1)
+    prompts = [stem[:60], stem[:128], stem[:70] + random_ids(50, seed=2), stem, stem[:3]]
+    plain = LocalEngine(checkpoint, max_model_len=200).generate(prompts, max_tokens=16)
+    ends = [answer.token_ids[8] for answer in plain[3:]]
+    answers = {}
+    for max_in_flight in (1, 2, 3):
+        engine = LocalEngine(
+            checkpoint,
+            tp=tp,
+            max_model_len=200,
+            num_blocks=6,
+            max_step_tokens=100,
+            max_in_flight=max_in_flight,
+        )
+        answers[max_in_flight] = engine.generate(
+            prompts, max_tokens=16, arrivals=[0, 3, 5, 9, 9], eos_token_ids=ends
+        )
+    assert sum(answer.reason == "stop" for answer in answers[1]) >= 2
+    for ahead in (answers[2], answers[3]):
+        for in_turn, answer in zip(answers[1], ahead, strict=True):
+            assert (answer.token_ids, answer.reason) == (in_turn.token_ids, in_turn.reason)
+            assert_same_bits("logits", torch.stack(answer.logits), torch.stack(in_turn.logits))
+
+
 def test_sampled_answers_after_a_prefix_hit_and_after_pre_emption(checkpoint: Path) -> None:
     """A resumed request draws on with its own noise, and counts its own answer only."""
     stem = random_ids(140, seed=1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unisono.models.interface import ForwardBatch
 from unisono.ops.attention import AttentionShape
-from unisono.ops.dispatch import Ops
+from unisono.ops.table import Ops
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.protocol import Phase, Rows
 from unisono.workers.slot_table import SlotTable

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unisono.models.llama import Llama
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
+from unisono.workers.codec import ProtocolError
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
 from unisono.workers.logprobs import prompt_logprobs, token_logprobs
@@ -52,7 +53,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepOutput:
-        """Run `plan`; return a token for each of its sampling rows, in row order."""
+        """Run `plan`; return a token for each of its sampling rows, in row order.
+
+        Raises ProtocolError for a plan that asks for drafts or recurrent states.
+        """
+        _refuse_what_no_model_has(plan)
         self._apply_changes(plan)
         if self._tracer is None:
             return self._run(plan)
@@ -103,6 +108,13 @@ class ModelRunner:
         token_ids = self._sampler.sample(logits, sampling)
         self._slots.append(inputs.sample_slots, inputs.sample_positions, token_ids)
         return logits, token_ids
+
+
+def _refuse_what_no_model_has(plan: StepPlan) -> None:
+    if any(plan.rows.drafts):
+        raise ProtocolError(f"step {plan.step} asks for drafts, and no model here has a drafter")
+    if plan.open_state or plan.save_state:
+        raise ProtocolError(f"step {plan.step} names recurrent states, and no model here has one")
 
 
 def _fresh_blocks(plan: StepPlan) -> list[int]:

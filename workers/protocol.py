@@ -149,12 +149,16 @@ class Rows:
     """The rows of one step in batch order, one entry per row in each array.
 
     Row i computes the tokens at positions [start, start + count) of the request in slot `slot`.
+    A DECODE row may propose up to `drafts[i]` tokens behind its own and answers 1 to drafts + 1;
+    an empty `drafts` means none. Its `start` is where its slot's newest token is, or, where drafts
+    of the slot were still in flight when it was planned, the least it can be: the ranks know.
     """
 
     slot: array[int] = field(default_factory=int32s)
     start: array[int] = field(default_factory=int32s)
     count: array[int] = field(default_factory=int32s)
     phase: array[int] = field(default_factory=int32s)
+    drafts: array[int] = field(default_factory=int32s)
 
     def __len__(self) -> int:
         return len(self.slot)
@@ -170,6 +174,14 @@ class StepPlan:
     is what frees it on the worker. The first `num_shared[i]` blocks of slot `open_slot[i]` keep
     what they hold, the computed KV of its first tokens; every other block is handed out cleared.
     `open_sampling` holds `pack_sampling` of the opened slots; empty, they are all plain.
+
+    Recurrent states, empty where the model has none: slot `open_slot[i]` gets state
+    `open_state[i]`, a copy of snapshot `open_restore[i]`, or cleared where that is 0. The state of
+    slot `save_slot[i]` after its first `save_length[i]` tokens, which a row of this step computes,
+    is copied to snapshot `save_state[i]`; the length is a multiple of the block size.
+
+    A plan may come before the results of earlier ones are out. A slot whose answer has ended in
+    one of them may still have a row: it writes to the slot's own blocks, and nobody reads it.
     """
 
     step: int
@@ -181,6 +193,11 @@ class StepPlan:
     num_shared: array[int] = field(default_factory=int32s)
     block_slot: array[int] = field(default_factory=int32s)
     block_id: array[int] = field(default_factory=int32s)
+    open_state: array[int] = field(default_factory=int32s)
+    open_restore: array[int] = field(default_factory=int32s)
+    save_slot: array[int] = field(default_factory=int32s)
+    save_length: array[int] = field(default_factory=int32s)
+    save_state: array[int] = field(default_factory=int32s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +255,9 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """`tokens[i]` belongs to the i-th row of the step that samples (phase PROMPT or DECODE).
+    """The i-th row of the step that samples (phase PROMPT or DECODE) has `counts[i]` of `tokens`.
 
+    Empty `counts` mean one token each.
     `logprobs` is there if any was asked for: `logprob_width` items for each token, in row order.
     First come the prompt tokens that the rows' positions predict, then the tokens of `tokens`.
     `checksums` likewise, one for each token of `tokens` that it was asked for, in row order.
@@ -252,6 +270,7 @@ class StepResult:
     tokens: array[int]
     digest: int
     seconds: float
+    counts: array[int] = field(default_factory=int32s)
     logprobs: array[int] | None = None
     checksums: array[int] | None = None
 

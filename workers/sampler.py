@@ -11,7 +11,7 @@ from torch import Tensor
 from unisono.models.partition import ModelPartition
 from unisono.ops.checksum import row_checksums
 from unisono.ops.comm import Group
-from unisono.ops.dispatch import Ops
+from unisono.ops.table import Ops
 from unisono.workers.protocol import int64s
 from unisono.workers.sampling_state import SamplingRows
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from unisono.ops.checksum import row_checksums
-from unisono.ops.dispatch import Ops
 from unisono.ops.linear import Linear
+from unisono.ops.table import Ops
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.protocol import Phase, Rows
 from unisono.workers.slot_table import SlotTable
@@ -41,8 +41,11 @@ class Tracer:
 
     def __init__(self, directory: str, rank: int, *, values: bool) -> None:
         path = Path(directory) / f"rank-{rank}"
-        self._lines = path.with_suffix(".jsonl").open("w", encoding="utf-8")
-        self._values = path.with_suffix(".f32").open("wb") if values else None
+        self._lines_path, self._values_path = path.with_suffix(".jsonl"), path.with_suffix(".f32")
+        self._lines_path.touch()
+        self._lines: list[str] = []
+        self._values: list[bytes] = []
+        self._keeps_values = values
         self._num_values = 0
         self._order = 0
         self._tokens: list[int] = []
@@ -90,10 +93,13 @@ class Tracer:
             sampled += phase != Phase.CHUNK
 
     def end(self) -> None:
-        """Make what was recorded visible to others: the rank may be killed at any time."""
-        self._lines.flush()
-        if self._values is not None:
-            self._values.flush()
+        """Write what the step gave to the files."""
+        with self._lines_path.open("a", encoding="utf-8") as lines:
+            lines.writelines(self._lines)
+        if self._keeps_values:
+            with self._values_path.open("ab") as values:
+                values.writelines(self._values)
+        self._lines, self._values = [], []
 
     def _watch(self, op: Callable[..., Any], name: str, replicated: bool) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -128,7 +134,7 @@ class Tracer:
         if not rows:
             return
         picked = out[torch.tensor(rows, device=out.device)]
-        wanted = replicated and self._values is not None
+        wanted = replicated and self._keeps_values
         self._write(name, positions, row_checksums(picked).tolist(), picked if wanted else None)
 
     def _record_cache(self, name: str, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -138,8 +144,8 @@ class Tracer:
             at = torch.arange(count, device=k_cache.device)
             block = self._slots.block_table[slot, at // BLOCK_SIZE]
             offset = at % BLOCK_SIZE
-            sums = row_checksums(k_cache[block, :, offset])
-            sums = (sums + 3 * row_checksums(v_cache[block, :, offset])).tolist()
+            keys = row_checksums(k_cache[block, :, offset])
+            sums = (keys + 3 * row_checksums(v_cache[block, :, offset])).tolist()
             new = [p for p in range(count) if self._seen.get((name, slot, p)) != sums[p]]
             self._seen |= {(name, slot, p): sums[p] for p in new}
             if new:
@@ -154,9 +160,9 @@ class Tracer:
             "positions": list(positions),
             "sums": list(sums),
         }
-        if values is not None and self._values is not None:
+        if values is not None:
             flat = values.float().flatten(1).cpu().contiguous()
             line |= {"at": self._num_values, "width": flat.shape[1]}
-            self._values.write(flat.numpy().tobytes())
+            self._values.append(flat.numpy().tobytes())
             self._num_values += flat.numel()
-        self._lines.write(json.dumps(line) + "\n")
+        self._lines.append(json.dumps(line) + "\n")

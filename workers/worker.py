@@ -21,6 +21,7 @@ from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape
 from unisono.ops.by_reference import with_references
 from unisono.ops.comm import Group
+from unisono.ops.table import Ops
 from unisono.workers import device as devices
 from unisono.workers.batch_builder import BatchBuilder
 from unisono.workers.channel import Peer, ProtocolError
@@ -136,7 +137,7 @@ class Worker:
             model.pack()
         return model
 
-    def _build_runner(self, ops: dispatch.Ops, model: Llama) -> ModelRunner:
+    def _build_runner(self, ops: Ops, model: Llama) -> ModelRunner:
         config, partition = self._config, self._partition
         slots = SlotTable(config.max_requests, config.max_model_len, self._device)
         shape = AttentionShape(

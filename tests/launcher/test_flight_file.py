@@ -36,12 +36,12 @@ class RecordedEngine(LocalEngine):
 
     def step(self, plan: StepPlan) -> Any:
         self.recorder.plan(plan)
-        tokens, logits = super().step(plan)
-        answer = int32s(tokens)
+        output, logits = super().step(plan)
+        answer = int32s(output.tokens)
         self.recorder.result(
             StepResult(rank=0, step=plan.step, tokens=answer, digest=0, seconds=0.0)
         )
-        return tokens, logits
+        return output, logits
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_every_step_of_the_window_gives_its_tokens_again(
         for each in setup:
             assert set(each.rows.phase) == {Phase.CHUNK}
             fresh.step(each)
-        tokens, _ = fresh.step(plan)
+        tokens = fresh.step(plan)[0].tokens
         assert int32s(tokens) == step.results[0].tokens, f"step {plan.step}"
         shared += sum(plan.num_shared)
     assert shared or window != 512
@@ -104,7 +104,7 @@ def test_a_long_history_is_rebuilt_in_several_steps(
     for each in setup:
         assert sum(each.rows.count) <= 64
         fresh.step(each)
-    assert int32s(fresh.step(plan)[0]) == last.results[0].tokens
+    assert int32s(fresh.step(plan)[0].tokens) == last.results[0].tokens
 
 
 def test_a_step_that_cannot_be_had_is_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
+from collections.abc import Iterator
+from itertools import repeat
 from zlib import crc32
 
 from unisono.runtime.config import RuntimeConfig, RuntimeOrders
@@ -14,6 +17,7 @@ from unisono.workers.protocol import Phase, StepPlan
 
 MAX_LEN = 400
 VOCABULARY = 1000
+RUBBISH = (-1, -1)
 
 
 def next_token(prefix: list[int]) -> int:
@@ -23,16 +27,31 @@ def next_token(prefix: list[int]) -> int:
 class FakeWorker:
     """Keeps tokens where a real one keeps KV: in blocks, by the slot's table.
 
-    Beside each token lies the hash of all up to it, as real KV depends on all before it.
+    Beside each token lies the hash of all up to it, as real KV depends on all before it. A state
+    of a hybrid model is such a hash, too. Plans run when they are sent, whatever the scheduler
+    knows of earlier results. A rejected draft leaves rubbish in its place.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_states: int = 0) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(num_slots + 1)]
         self.tables: list[list[int]] = [[] for _ in range(num_slots + 1)]
         self.memory: dict[int, tuple[int, int]] = {}
+        self.written: dict[int, int] = {}
+        """The last step that wrote to a block."""
+        self.num_steps = 0
+        self.num_states = num_states
+        self.states: dict[int, tuple[int, int]] = {}
+        """Of each state slot: how many tokens it has seen, and their hash."""
+        self.state_of = [0] * (num_slots + 1)
 
     def step(self, plan: StepPlan) -> list[int]:
+        """Run `plan`, which has no drafts; the tokens of its sampling rows."""
+        return self.run(plan, repeat(0))[0]
+
+    def run(self, plan: StepPlan, accept: Iterator[int]) -> tuple[list[int], list[int]]:
+        """Run `plan`; of each row's drafts `accept` says how many are right. Tokens and counts."""
         start = 0
+        self.num_steps = plan.step
         shared = dict(zip(plan.open_slot, plan.num_shared, strict=True))
         for slot, length in zip(plan.open_slot, plan.open_length, strict=True):
             self.tokens[slot] = list(plan.open_tokens[start : start + length])
@@ -42,29 +61,72 @@ class FakeWorker:
             if len(self.tables[slot]) >= shared.get(slot, 0):
                 self._clear(block)
             self.tables[slot].append(block)
+        if self.num_states:
+            self._open_states(plan)
         rows = plan.rows
         assert len(set(rows.slot)) == len(rows.slot), "a slot is in a step twice"
-        return [
-            token
-            for row in zip(rows.slot, rows.start, rows.count, rows.phase, strict=True)
-            for token in self._row(*row)
+        drafts = rows.drafts or [0] * len(rows)
+        saves = {
+            slot: (length, state)
+            for slot, length, state in zip(
+                plan.save_slot, plan.save_length, plan.save_state, strict=True
+            )
+        }
+        assert saves.keys() <= set(rows.slot), "a state is saved that no row computes"
+        answers = [
+            self._row(*row, accept, saves.get(row[0], (0, 0)))
+            for row in zip(rows.slot, rows.start, rows.count, rows.phase, drafts, strict=True)
         ]
+        told = [answer for answer in answers if answer]
+        return [token for answer in told for token in answer], [len(answer) for answer in told]
 
-    def _row(self, slot: int, start: int, count: int, phase: int) -> list[int]:
+    def _row(
+        self,
+        slot: int,
+        start: int,
+        count: int,
+        phase: int,
+        drafts: int,
+        accept: Iterator[int],
+        save: tuple[int, int],
+    ) -> list[int]:
         assert slot > 0
         assert count > 0
-        state = self.memory[self._place(slot, start - 1)][1] if start else 0
+        tokens = self.tokens[slot]
+        if phase == Phase.DECODE:
+            assert count == 1
+            assert start <= len(tokens) - 1, "a row starts behind the newest token"
+            start = len(tokens) - 1
         for at in range(start, start + count):
-            place = self._place(slot, at)
-            assert place not in self.memory, "a place is written twice"
-            state = _hash(self.tokens[slot][at : at + 1], state)
-            self.memory[place] = self.tokens[slot][at], state
+            self._write(slot, at)
+        self._keep_state(slot, start, start + count, save)
         if phase == Phase.CHUNK:
             return []
-        token = self._read(slot, start + count) % VOCABULARY
-        assert len(self.tokens[slot]) == start + count
-        self.tokens[slot].append(token)
-        return [token]
+        assert len(tokens) == start + count
+        state = self._read(slot, start + count)
+        tokens.append(state % VOCABULARY)
+        accepted = min(next(accept), drafts) if drafts else 0
+        for at in range(start + count, start + count + accepted):
+            state = _hash(tokens[at : at + 1], state)
+            tokens.append(state % VOCABULARY)
+            self._write(slot, at)
+            self._keep_state(slot, at, at + 1, (0, 0))
+        for at in range(start + count + accepted, start + count + drafts):
+            assert self._is_unwritten(self._place(slot, at)), "a place is written twice"
+            self.memory[self._place(slot, at)] = RUBBISH
+        return tokens[start + count :]
+
+    def _write(self, slot: int, at: int) -> None:
+        place = self._place(slot, at)
+        assert self._is_unwritten(place), "a place is written twice"
+        before = self.memory[self._place(slot, at - 1)] if at else (0, 0)
+        assert before is not RUBBISH, "a rejected draft is read"
+        token = self.tokens[slot][at]
+        self.written[place // 64] = self.num_steps
+        self.memory[place] = token, _hash([token], before[1])
+
+    def _is_unwritten(self, place: int) -> bool:
+        return self.memory.get(place, RUBBISH) is RUBBISH
 
     def _read(self, slot: int, length: int) -> int:
         """The hash of the first `length` tokens as they lie in the blocks, each block checked."""
@@ -75,6 +137,33 @@ class FakeWorker:
             state = _hash([token for token, _ in kept], state)
             assert kept[-1][1] == state, "a block of another prefix"
         return state
+
+    def _open_states(self, plan: StepPlan) -> None:
+        """Each slot's own state starts as a snapshot of exactly what it shares, or empty."""
+        opened = zip(
+            plan.open_slot, plan.open_state, plan.open_restore, plan.num_shared, strict=True
+        )
+        for slot, state, restore, num_shared in opened:
+            assert 0 < state <= self.num_states
+            assert state != restore
+            self.state_of[slot] = state
+            length = num_shared * 64
+            wanted = length, _hash(self.tokens[slot][:length], 0)
+            self.states[state] = self.states[restore] if restore else (0, 0)
+            assert self.states[state] == wanted, "a snapshot of another prefix"
+
+    def _keep_state(self, slot: int, start: int, end: int, save: tuple[int, int]) -> None:
+        """Take tokens [start, end) into the slot's state, and save it on the way."""
+        if not self.num_states:
+            return
+        length, snapshot = save
+        count, state = self.states[self.state_of[slot]]
+        assert count == start, "a state lost its place"
+        if snapshot:
+            assert length % 64 == 0
+            assert start < length <= end, "a state is saved that the row does not compute"
+            self.states[snapshot] = length, _hash(self.tokens[slot][start:length], state)
+        self.states[self.state_of[slot]] = end, _hash(self.tokens[slot][start:end], state)
 
     def _clear(self, block: int) -> None:
         for place in range(block * 64, block * 64 + 64):
@@ -115,6 +204,7 @@ def scheduler(
     eos: int = -1,
     prefix_cache: bool = True,
     kind: type[Scheduler] = Scheduler,
+    **ahead: int,
 ) -> Scheduler:
     return kind(
         num_blocks=num_blocks,
@@ -123,6 +213,7 @@ def scheduler(
         max_step_tokens=max_step_tokens,
         eos_token_ids=[eos],
         prefix_cache=prefix_cache,
+        **ahead,
     )
 
 
@@ -152,13 +243,14 @@ def orders_of(worker: WorkerConfig) -> RuntimeOrders:
 
 
 def drain(plans: Scheduler, worker: FakeWorker) -> dict[int, list[int]]:
-    """Run until nothing is left; the tokens that came, by request."""
+    """Run as the engine does until nothing is left; the tokens that came, by request."""
     answers: dict[int, list[int]] = {}
+    due: deque[list[int]] = deque()
     while plans.has_work:
-        plan = plans.next_plan()
-        assert plan is not None
-        plans.audit()
-        for news in plans.apply(worker.step(plan)):
+        while (plan := plans.next_plan()) is not None:
+            plans.audit()
+            due.append(worker.step(plan))
+        for news in plans.apply(due.popleft()):
             answers.setdefault(news.request.request_id, []).append(news.token_id)
         plans.audit()
     return answers

@@ -72,7 +72,7 @@ def run(
         tokens, records = worker.step_with_logprobs(plan)
         if step in abort:
             plans.abort("c", abort[step])
-        for news in plans.apply(tokens, records):
+        for news in plans.apply(tokens, logprobs=records):
             number, item = news.request.request_id, news.request
             got[number].append(news.token_id)
             num_top = item.params.logprobs
@@ -156,6 +156,9 @@ class _Ranks:
     def receive(self, timeout: float | None) -> tuple[str, StepResult]:
         return self._results.pop(0)
 
+    def send(self, name: str, message: object) -> None:
+        """The plan has no reader here."""
+
 
 @pytest.mark.parametrize(
     ("change", "what"),
@@ -174,7 +177,7 @@ def test_a_rank_with_other_log_probabilities_is_named(change: dict[str, object],
     )
     second = dataclasses.replace(first, rank=1, **change)  # type: ignore[arg-type]
     group = WorkerGroup(_Ranks([second, first]), 2)  # type: ignore[arg-type]
-    group.recorder.plan(StepPlan(step=3, rows=Rows()))
+    group.send(StepPlan(step=3, rows=Rows()))
     if not what:
         assert group.receive(3) is first
         return

@@ -1,0 +1,35 @@
+"""The table of operations that models and workers are handed: the contract of every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from unisono.ops import linear
+from unisono.ops.comm import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """The arithmetic of one device and dtype. Contracts: the docstring of each function."""
+
+    pack_linear: Callable[[Tensor, Tensor | None], linear.Linear]
+    pack_head: Callable[[Tensor], linear.Linear]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    silu_and_mul: Callable[[Tensor], Tensor]
+    rope_and_write_kv: Callable[..., Tensor]
+    embed_shard: Callable[[Tensor, Tensor, int], Tensor]
+    reduce_rows: Callable[[Tensor, Tensor | None, Group], Tensor]
+    plan_attention: Callable[..., Any]
+    paged_attention: Callable[..., Tensor]
+    argmax_keys: Callable[[Tensor, int, int], Tensor]
+    unpack_keys: Callable[[Tensor], tuple[Tensor, Tensor]]
+    add_noise: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    filter_logits: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    penalize: Callable[..., Tensor]
+    add_bias: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    token_logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]

@@ -1,0 +1,235 @@
+"""Steps planned before the last results are in: scheduler, engine loop and group of ranks."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from typing import Any, cast
+
+import pytest
+
+from tests.runtime.fakes import FakeWorker, drain, expected, request, scheduler
+from unisono.runtime.engine import Engine
+from unisono.runtime.protocol import Abort, Delta, Finished, SamplingParams, Stop, Submit
+from unisono.runtime.scheduler import Scheduler
+from unisono.runtime.worker_group import Diverged, WorkerGroup
+from unisono.workers.channel import Hub, ProtocolError
+from unisono.workers.protocol import Phase, Rows, Shutdown, StepPlan, StepResult, int32s
+
+IDLE = -1
+
+
+class Ranks:
+    """A fake group of ranks: runs a plan when it is sent, answers when it is asked."""
+
+    def __init__(self) -> None:
+        self.worker = FakeWorker(4)
+        self.due: deque[tuple[int, list[int]]] = deque()
+        self.most_due = 0
+        self.is_shut = False
+
+    def send(self, plan: StepPlan) -> None:
+        self.due.append((plan.step, self.worker.step(plan)))
+        self.most_due = max(self.most_due, len(self.due))
+
+    def receive(self, step: int) -> StepResult:
+        number, tokens = self.due.popleft()
+        assert number == step
+        return StepResult(rank=0, step=step, tokens=int32s(tokens), digest=0, seconds=0.0)
+
+    def check(self) -> None:
+        assert not self.due, "idle with a result due"
+
+    def shutdown(self) -> None:
+        assert not self.due, "shut down with a result due"
+        self.is_shut = True
+
+
+class Clients:
+    """A fake hub: each entry of `script` comes when so many answers were sent, or when IDLE."""
+
+    def __init__(self, script: list[tuple[int, object]]) -> None:
+        self.script = deque(script)
+        self.sent: list[Any] = []
+
+    def receive(self, timeout_s: float | None) -> tuple[str, object] | None:
+        is_idle = bool(timeout_s)
+        if self.script and (is_idle or 0 <= self.script[0][0] <= len(self.sent)):
+            return "c", self.script.popleft()[1]
+        return None
+
+    def send(self, client: str, message: object) -> None:
+        self.sent.append(message)
+
+    def tokens(self, number: int) -> list[int]:
+        deltas = [m for m in self.sent if isinstance(m, Delta) and m.request_id == number]
+        return [token for delta in deltas for token in delta.token_ids]
+
+
+def submit(number: int, length: int, **params: Any) -> Submit:
+    return Submit(
+        request_id=number,
+        prompt_ids=request(number, length, 1).prompt_ids,
+        params=SamplingParams(**params),
+    )
+
+
+def serve(script: list[tuple[int, object]], **options: Any) -> tuple[Clients, Ranks, Scheduler]:
+    clients, ranks, plans = Clients(script), Ranks(), scheduler(**options)
+    Engine(cast(Hub, clients), cast(WorkerGroup, ranks), plans, 400).run()
+    assert ranks.is_shut
+    return clients, ranks, plans
+
+
+def test_the_engine_keeps_two_steps_in_flight_and_ends_with_none() -> None:
+    """Behind a stop id there is a row in vain; its result is taken before the engine idles."""
+    answer, _ = expected(request(0, 70, 40))
+    stop = (answer[20],)
+    clients, ranks, plans = serve(
+        [(0, submit(0, 70, max_tokens=40, stop_token_ids=stop)), (IDLE, Stop())]
+    )
+    assert clients.tokens(0) == answer[:21]
+    assert ranks.most_due == 2
+    assert not plans.has_work
+    finished = clients.sent[-1]
+    assert isinstance(finished, Finished)
+    assert (finished.reason, finished.num_tokens) == ("stop", 21)
+
+
+def test_stop_and_abort_with_steps_in_flight() -> None:
+    other, _ = expected(request(1, 30, 50))
+    clients, ranks, _ = serve(
+        [
+            (0, submit(0, 70, max_tokens=200)),
+            (3, submit(1, 30, max_tokens=50)),
+            (20, Abort(request_id=0)),
+            (40, submit(2, 9, max_tokens=300)),
+            (100, Stop()),
+        ]
+    )
+    assert ranks.most_due == 2
+    assert clients.tokens(0) == expected(request(0, 70, 200))[0][: len(clients.tokens(0))]
+    assert clients.tokens(1) == other
+    assert clients.tokens(2), "it was being answered when Stop came"
+
+
+def test_a_request_gets_no_row_behind_its_last_token() -> None:
+    plans, worker = scheduler(), FakeWorker(4)
+    plans.add(request(0, 5, 2))
+    steps = [plans.next_plan(), plans.next_plan()]
+    assert None not in steps
+    assert plans.next_plan() is None, "two are in flight"
+    plans.apply(worker.step(cast(StepPlan, steps[0])))
+    assert plans.next_plan() is None, "the last token is in flight"
+    assert plans.num_in_flight == 1
+    assert plans.apply(worker.step(cast(StepPlan, steps[1])))[0].reason == "length"
+    assert not plans.has_work
+
+
+def test_who_needs_the_host_skips_a_step_and_holds_nobody_back() -> None:
+    plans, worker = scheduler(), FakeWorker(4)
+    slow, fast = request(0, 5, 20), request(1, 6, 40)
+    slow.needs_host = True
+    for asked in (slow, fast):
+        plans.add(asked)
+    due: deque[list[int]] = deque()
+    rows: list[int] = []
+    answers: dict[int, list[int]] = {0: [], 1: []}
+    while plans.has_work:
+        while (plan := plans.next_plan()) is not None:
+            due.append(worker.step(plan))
+            rows.append(len(plan.rows))
+        for news in plans.apply(due.popleft()):
+            answers[news.request.request_id].append(news.token_id)
+    assert answers == {0: expected(slow)[0], 1: expected(fast)[0]}
+    assert rows == [2, 1] * 20, "every second step has it, every step has the other"
+
+
+def test_short_of_blocks_nothing_is_planned_ahead_and_nobody_is_pre_empted_in_flight() -> None:
+    plans, worker = scheduler(num_blocks=3, prefix_cache=False), FakeWorker(4)
+    for number in range(2):
+        plans.add(request(number, 63, 60))
+    first, second = plans.next_plan(), plans.next_plan()
+    assert first is not None
+    assert second is not None
+    tokens = [worker.step(first), worker.step(second)]
+    plans.apply(tokens[0])
+    assert plans.next_plan() is None, "both need a second block and one is left"
+    assert (plans.has_work, plans.num_preemptions) == (True, 0)
+    plans.apply(tokens[1])
+    answers = drain(plans, worker)
+    assert plans.num_preemptions > 0
+    for number in range(2):
+        assert answers[number] == expected(request(number, 63, 60))[0][2:]
+
+
+def test_drafts_end_with_the_room_of_the_request() -> None:
+    """Rows of 1 + 8 tokens, two in flight, reserve the most and never pass max_tokens."""
+    plans, worker = scheduler(num_drafts=8), FakeWorker(4)
+    asked = request(0, 62, 30)
+    plans.add(asked)
+    due: deque[tuple[list[int], list[int]]] = deque()
+    drafts, answer = [], []
+    while plans.has_work:
+        while (plan := plans.next_plan()) is not None:
+            plans.audit()
+            due.append(worker.run(plan, iter([5])))
+            drafts += list(plan.rows.drafts) or [0]
+        for news in plans.apply(*due.popleft()):
+            answer.append(news.token_id)
+        plans.audit()
+    assert answer == expected(asked)[0]
+    # After the prompt's 1 each row answers 6, but while it is due it may answer 9.
+    assert drafts == [0, 8, 8, 8, 7, 2, 1]
+    assert len(worker.tokens[1]) == 62 + 30
+
+
+class RankHub:
+    """A fake hub of ranks: what they say, in the order in which it comes."""
+
+    def __init__(self, results: list[StepResult]) -> None:
+        self.results = deque(results)
+        self.sent: list[object] = []
+
+    def send(self, peer: str, message: object) -> None:
+        self.sent.append(message)
+
+    def receive(self, timeout_s: float | None) -> tuple[str, object]:
+        result = self.results.popleft()
+        return f"rank {result.rank}", result
+
+
+def result(rank: int, step: int, token: int, digest: int = 0) -> StepResult:
+    return StepResult(rank=rank, step=step, tokens=array("i", [token]), digest=digest, seconds=0.0)
+
+
+def group(*results: StepResult) -> WorkerGroup:
+    workers = WorkerGroup(cast(Hub, RankHub(list(results))), 3)
+    for step in (1, 2):
+        workers.send(StepPlan(step=step, rows=Rows(phase=int32s([Phase.PROMPT]))))
+    return workers
+
+
+def test_a_rank_may_be_a_step_ahead_of_the_others() -> None:
+    workers = group(*(result(rank, step, 10 * step) for rank in (2, 0, 1) for step in (1, 2)))
+    assert [workers.receive(step).tokens[0] for step in (1, 2)] == [10, 20]
+    workers.shutdown()
+    assert isinstance(cast(Any, workers)._hub.sent[-1], Shutdown)
+
+
+@pytest.mark.parametrize(("digests", "what"), [((0, 7, 7), "collectives"), ((0, 0, 0), "tokens")])
+def test_the_first_rank_that_diverges_is_named_in_its_step(
+    digests: tuple[int, ...], what: str
+) -> None:
+    ahead = [result(rank, 2, 5, 0) for rank in (2, 1)]
+    tokens = (5, 6, 6) if what == "tokens" else (5, 5, 5)
+    workers = group(*ahead, *(result(rank, 1, tokens[rank], digests[rank]) for rank in (2, 1, 0)))
+    with pytest.raises(Diverged, match=f"other {what} than rank 0") as caught:
+        workers.receive(1)
+    assert (caught.value.rank, caught.value.step) == (1, 1)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_result_that_is_not_due_ends_the_session(step: int) -> None:
+    with pytest.raises(ProtocolError, match="while step 1 is due"):
+        group(result(0, step, 5)).receive(1)
