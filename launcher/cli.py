@@ -28,6 +28,7 @@ from unisono.runtime.protocol import EngineError, RequestRejected, WorkerLost
 COMMANDS = {
     "generate": ("unisono.launcher.generate", "Answer prompts with a model on 1 to N ranks."),
     "chat": ("unisono.launcher.chat", "Talk with a model in the terminal."),
+    "eval": ("unisono.launcher.evaluate", "Measure a model on data: the perplexity of a text."),
     "inspect": (
         "unisono.launcher.inspect",
         "Show what each rank would hold and how fast it can be.",
@@ -41,6 +42,7 @@ COMMANDS = {
         "unisono.launcher.doctor",
         "Examine this machine and say what to do about it.",
     ),
+    "bench": ("unisono.launcher.bench", "Measure how fast this machine computes."),
 }
 """Command name: the module whose `command` it is, and the line that `unisono --help` shows."""
 

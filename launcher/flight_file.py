@@ -61,13 +61,17 @@ class Flight:
     steps: Sequence[Step]
 
     def find(self, step: int | None) -> Step:
-        """The step of this number; None: the one that failed, or else the last.
+        """The step of this number; None: the one that failed.
 
-        Raises ConfigError if it is not in the file.
+        Where that is not known, it is the first that a rank has not answered (later ones were
+        sent ahead), or else the last. Raises ConfigError if it is not in the file.
         """
         by_number = {each.plan.step: each for each in self.steps}
         if step is None:
-            return by_number.get(self.header.failed.step, self.steps[-1])
+            num_ranks = self.header.worker.tp
+            unanswered = (each for each in self.steps if len(each.results) < num_ranks)
+            likely = next(unanswered, self.steps[-1])
+            return by_number.get(self.header.failed.step, likely)
         if step not in by_number:
             raise ConfigError(
                 f"--step {step}: the file holds steps {min(by_number)} to {max(by_number)}"

@@ -88,7 +88,7 @@ def command(
 
     cluster = detect_cluster(os.environ)
     if cluster is not None and cluster.rank > 0:
-        return _obey()
+        return obey()
     console = Console()
     if cluster is not None:
         console.note(
@@ -186,7 +186,7 @@ def _refuse_logprobs(params: SamplingParams) -> None:
             raise ConfigError(f"{flag} {value}: log-probabilities are JSON only: add --json")
 
 
-def _obey() -> int:
+def obey() -> int:
     """Become the worker that this rank of a cluster job is; rank 0 is the launcher.
 
     The only place where the launcher reaches past the runtime: a cluster launcher starts every

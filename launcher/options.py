@@ -39,6 +39,7 @@ LAUNCH_OPTIONS = (
     "memory_utilization",
     "max_step_tokens",
     "no_prefix_cache",
+    "no_graphs",
     "log_level",
     "start_timeout_s",
     "stop_grace_s",

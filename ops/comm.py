@@ -7,7 +7,8 @@ nothing asks a global for its rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,24 @@ class Group:
         padded[:, : x.shape[1]] = x
         parts = self._gather(padded).unbind(0)
         return torch.cat([p[:, :w] for p, w in zip(parts, widths, strict=True)], dim=1)
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[int]]:
+        """Collect a hash of the collectives of the block, which are captured and not yet run."""
+        before = self.digest, self._sequence
+        self.digest = self._sequence = 0
+        notes: list[int] = []
+        try:
+            yield notes
+        finally:
+            notes.append(self.digest)
+            self.digest, self._sequence = before
+
+    def replayed(self, notes: Sequence[int]) -> None:
+        """Note captured collectives that run now."""
+        for note in notes:
+            self._sequence += 1
+            self.digest = (self.digest * 1_000_003 ^ self._sequence * 8 ^ note) & _DIGEST_MASK
 
     def _gather(self, x: Tensor) -> Tensor:
         """`x` of every rank, [size, ...]."""

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from unisono.ops.kernels.linear import forbid_split_k, ordered_product
 from unisono.ops.kernels.linear_tiles import BORDER, HEIGHTS, Tile, candidates, height_of
+from unisono.ops.timing import read_bytes_per_s
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 63)
 ROWS_OF_ALL_TILES = (1, 16, 32, 63)
@@ -140,7 +141,7 @@ def measure(shapes: list[Shape], deadline: float) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "copy_tb_s": copy_tb_s(buffer),
+        "read_tb_s": read_bytes_per_s(buffer.view(torch.float32)) / 1e12,
         "entries": [],
         "unequal": [],
     }
@@ -157,7 +158,7 @@ def measure(shapes: list[Shape], deadline: float) -> dict[str, Any]:
         entries, unequal = measure_shape(shape, buffer)
         for entry in entries:
             entry["default_us"] = defaults[shape][entry["rows"]]
-            entry["floor_us"] = shape.floor_bytes(entry["rows"]) / figures["copy_tb_s"] / 1e6
+            entry["floor_us"] = shape.floor_bytes(entry["rows"]) / figures["read_tb_s"] / 1e6
             print(_line(shape, entry), flush=True)
         figures["entries"] += entries
         figures["unequal"] += unequal
@@ -251,13 +252,6 @@ def time_us(launch: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
         end.synchronize()
         seconds.append(start.elapsed_time(end) * 1e3 / len(weights))
     return statistics.median(seconds)
-
-
-def copy_tb_s(buffer: Tensor) -> float:
-    """What a copy reaches, reads and writes counted."""
-    half = buffer[: len(buffer) // 2]
-    other = torch.empty_like(half)
-    return 2 * half.nbytes / time_us(other.copy_, [half] * 4) / 1e6
 
 
 def _row(losses: list[dict[Tile, list[float]]], most_outputs: str) -> tuple[float, str]:

@@ -36,6 +36,7 @@ from unisono.runtime.request import Request
 from unisono.runtime.sampling_wire import with_seed
 from unisono.runtime.scheduler import Scheduler
 from unisono.workers.batch_builder import BatchBuilder
+from unisono.workers.decode_steps import DecodeSteps
 from unisono.workers.device import torch_dtype
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
@@ -43,6 +44,7 @@ from unisono.workers.model_runner import ModelRunner, StepOutput
 from unisono.workers.protocol import Phase, StepPlan
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
+from unisono.workers.step_buffers import StepBuffers
 from unisono.workers.tracer import Tracer
 
 T = TypeVar("T")
@@ -100,6 +102,7 @@ class Rank:
     model: Llama
     cache: KVCache
     runner: ModelRunner
+    pool: GraphPool
     logits: list[Tensor] = field(default_factory=list)
 
 
@@ -131,6 +134,7 @@ class LocalEngine:
         prefix_cache: bool = True,
         overlay: str = "",
         device: torch.device = CPU,
+        graphs: bool = False,
         max_in_flight: int = 2,
         ops_of: Callable[[int, Ops], Ops] = lambda rank, ops: ops,
         tracer_of: Callable[[int], Tracer | None] = lambda rank: None,
@@ -142,7 +146,7 @@ class LocalEngine:
         self.partition = ModelPartition.of(self.config, tp)
         self.max_model_len = max_model_len
         self._path = "" if isinstance(model, ModelConfig) else str(model)
-        self._dtype, self._device = torch_dtype(dtype), device
+        self._dtype, self._device, self._graphs = torch_dtype(dtype), device, graphs
         self._scheduling = {
             "num_blocks": num_blocks,
             "max_requests": max_requests,
@@ -205,11 +209,18 @@ class LocalEngine:
         return answers
 
     def step(self, plan: StepPlan) -> tuple[StepOutput, list[Tensor]]:
-        """Run one plan on every rank; tokens, and the whole vocabulary's logits of their rows."""
+        """Run one plan on every rank; tokens, and the whole vocabulary's logits of their rows.
+
+        A captured tail shows no logits: then they are empty.
+        """
 
         def run(rank: Rank) -> StepOutput:
             try:
-                return rank.runner.step(plan)
+                output = rank.runner.step(plan)
+                if isinstance(output, StepOutput):
+                    return output
+                rank.logits[:] = [torch.empty(len(plan.rows), 0)]
+                return StepOutput(output.tokens, output.logprobs)
             except BaseException:
                 if isinstance(rank.group, ThreadGroup):
                     rank.group.meeting.barrier.abort()
@@ -287,8 +298,16 @@ class LocalEngine:
         slots = SlotTable(self._scheduling["max_requests"], self.max_model_len, device)
         builder = BatchBuilder(ops, slots, self._shape(group.rank), self._windows())
         sampler = Sampler(ops, group, self.partition, 0)
-        runner = ModelRunner(model, cache, slots, builder, sampler, GraphPool(device), tracer)
-        rank = Rank(group, ops, model, cache, runner)
+        pool = GraphPool(device, group, (cache, slots), "" if self._graphs else "eager")
+        decode = None
+        if self._graphs:
+            buffers = StepBuffers(
+                self._scheduling["max_requests"], self.config.hidden_size, self._dtype, device
+            )
+            shape, windows = self._shape(group.rank), self._windows()
+            decode = DecodeSteps(model, cache, slots, sampler, pool, buffers, shape, windows)
+        runner = ModelRunner(model, cache, slots, builder, sampler, pool, decode, tracer)
+        rank = Rank(group, ops, model, cache, runner, pool)
         model.logits = lambda hidden: _kept(rank, model.head(hidden))
         return rank
 

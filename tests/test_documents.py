@@ -180,7 +180,9 @@ def _options() -> frozenset[str]:
     cli = importlib.import_module("unisono.launcher.cli")
     commands = [importlib.import_module(module).command for module, _ in cli.COMMANDS.values()]
     options = {"--help", "--gpu"}
-    for command in [cli.unisono_command, *commands]:
+    groups = [command for command in commands if isinstance(command, click.Group)]
+    inner = [command for group in groups for command in group.commands.values()]
+    for command in [cli.unisono_command, *commands, *inner]:
         assert isinstance(command, click.Command)
         options.update(option for parameter in command.params for option in parameter.opts)
     return frozenset(options)

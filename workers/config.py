@@ -47,6 +47,9 @@ class WorkerConfig:
     """Share of memory to use. On the CPU: for the KV caches of all ranks, of what is free once
     the weights are loaded; 0: 0.25. On a GPU: for weights, activations and KV cache, of the whole
     card; 0: 0.9."""
+    no_graphs: bool = False
+    """On a GPU: launch every kernel of a decode step by itself, instead of replaying a captured
+    graph of them. The answers are the same; CUDA graphs are only faster."""
     num_token_ids: int = 0
     """Ids the tokenizer knows; later ones are never chosen. 0: the whole vocabulary."""
     trace_dir: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +12,15 @@ from torch import Tensor
 from unisono.models.llama import Llama
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
 from unisono.workers.codec import ProtocolError
+from unisono.workers.decode_steps import DecodeSteps
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
 from unisono.workers.logprobs import prompt_logprobs, token_logprobs
-from unisono.workers.protocol import Phase, SlotSampling, StepPlan, unpack_sampling
+from unisono.workers.protocol import Phase, Rows, SlotSampling, StepPlan, int32s, unpack_sampling
 from unisono.workers.sampler import Sampler
 from unisono.workers.sampling_state import SamplingRows
 from unisono.workers.slot_table import SlotTable
+from unisono.workers.step_buffers import Result
 from unisono.workers.tracer import Tracer
 
 
@@ -28,6 +31,32 @@ class StepOutput:
     tokens: list[int]
     logprobs: array[int] | None
     checksums: array[int] | None = None
+
+    def is_ready(self) -> bool:
+        """Whether reading it would not wait for the device."""
+        return True
+
+
+class LateOutput:
+    """The same of a step that the device may still run: `tokens` waits for it."""
+
+    logprobs = None
+    checksums = None
+
+    def __init__(self, result: Result) -> None:
+        self._result = result
+
+    def is_ready(self) -> bool:
+        """Whether reading it would not wait for the device."""
+        return self._result.is_ready()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Raises FloatingPointError if a row's logits held a NaN."""
+        tokens = self._result.read()
+        if bad := [row for row, token in enumerate(tokens) if token < 0]:
+            raise FloatingPointError(f"the logits of sampling rows {bad} hold NaN")
+        return tokens
 
 
 class ModelRunner:
@@ -41,6 +70,7 @@ class ModelRunner:
         builder: BatchBuilder,
         sampler: Sampler,
         graphs: GraphPool,
+        decode: DecodeSteps | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._model = model
@@ -50,37 +80,62 @@ class ModelRunner:
         self._sampler = sampler
         self._graphs = graphs
         self._tracer = tracer
+        self._decode = decode
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> StepOutput:
+    def step(self, plan: StepPlan) -> StepOutput | LateOutput:
         """Run `plan`; return a token for each of its sampling rows, in row order.
 
         Raises ProtocolError for a plan that asks for drafts or recurrent states.
         """
         _refuse_what_no_model_has(plan)
         self._apply_changes(plan)
-        if self._tracer is None:
-            return self._run(plan)
-        self._tracer.begin(plan.rows, self._slots)
-        output = self._run(plan)
-        self._tracer.end()
-        return output
+        if self._tracer is not None:
+            self._tracer.begin(plan.rows, self._slots)
+            output = self._run(plan)
+            self._tracer.end()
+            return output
+        if self._decode is not None and self._decode.serves(plan.rows):
+            return self._run_decode(self._decode, plan.rows)
+        return self._run(plan)
+
+    def _run_decode(self, decode: DecodeSteps, rows: Rows) -> StepOutput | LateOutput:
+        hidden = decode.forward(rows)
+        kinds = [self._slots.sampling.of(slot) for slot in rows.slot]
+        if all(k.is_plain and k.logprobs < 0 and not k.checksums for k in kinds):
+            return LateOutput(decode.tail(rows))
+        slots = torch.tensor(rows.slot, dtype=torch.int64).to(hidden.device)
+        positions = torch.tensor(rows.start, dtype=torch.int64).to(hidden.device) + 1
+        return self._sample(hidden, rows.slot, slots, positions, int32s())
 
     def _run(self, plan: StepPlan) -> StepOutput:
         inputs = self._builder.build(plan.rows)
         key = (len(inputs.batch.token_ids), len(plan.rows))
-        hidden = self._graphs.run("forward", key, lambda: self._forward(inputs))
+        hidden = self._graphs.run("forward", key, lambda: self._forward(inputs), "prompt tokens")
         records = prompt_logprobs(plan.rows, self._slots, hidden, self._model.logits, self._sampler)
         if not len(inputs.logits_index):
             return StepOutput([], records or None)
         row_slots = [
             s for s, p in zip(plan.rows.slot, plan.rows.phase, strict=True) if p != Phase.CHUNK
         ]
-        sampling = self._slots.sampling.rows(
-            row_slots, inputs.sample_positions, self._slots.token_ids
-        )
+        ends = hidden.index_select(0, inputs.logits_index)
+        return self._sample(ends, row_slots, inputs.sample_slots, inputs.sample_positions, records)
+
+    def _sample(
+        self,
+        hidden: Tensor,
+        row_slots: Sequence[int],
+        slots: Tensor,
+        positions: Tensor,
+        records: array[int],
+    ) -> StepOutput:
+        """Give each of `row_slots` its token; hidden [S, width], slots and positions [S]."""
+        sampling = self._slots.sampling.rows(row_slots, positions, self._slots.token_ids)
         logits, token_ids = self._graphs.run(
-            "tail", key, lambda: self._tail(hidden, inputs, sampling)
+            "tail",
+            len(row_slots),
+            lambda: self._tail(hidden, slots, positions, sampling),
+            "sampling" if sampling else "prompt tokens",
         )
         records += token_logprobs(row_slots, self._slots, logits, token_ids, self._sampler)
         checksums = self._sampler.checksums(logits, self._slots.checksum_rows(row_slots))
@@ -102,11 +157,11 @@ class ModelRunner:
         return self._model.forward(inputs.batch, self._cache.layers)
 
     def _tail(
-        self, hidden: Tensor, inputs: StepInputs, sampling: SamplingRows | None
+        self, hidden: Tensor, slots: Tensor, positions: Tensor, sampling: SamplingRows | None
     ) -> tuple[Tensor, Tensor]:
-        logits = self._model.logits(hidden.index_select(0, inputs.logits_index))
+        logits = self._model.logits(hidden)
         token_ids = self._sampler.sample(logits, sampling)
-        self._slots.append(inputs.sample_slots, inputs.sample_positions, token_ids)
+        self._slots.append(slots, positions, token_ids)
         return logits, token_ids
 
 

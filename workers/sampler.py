@@ -70,6 +70,10 @@ class Sampler:
         parts = self._group.gather(own[:, None], [1] * len(self._widths))
         return array("q", parts.sum(1).tolist())
 
+    def greedy_keys(self, logits: Tensor) -> Tensor:
+        """logits [S, this rank's rows] fp32 -> the winning keys of the whole vocabulary [S]."""
+        return self._group.max(self._keys(logits))
+
     def _keys(self, logits: Tensor) -> Tensor:
         return self._ops.argmax_keys(logits, self._first_id, self._num_ids)
 

@@ -17,7 +17,8 @@ class SlotTable:
 
     token_ids [slots, max_model_len + 1] int64: prompt, then answer, written where it is sampled,
     so a decode step needs no token from the host. block_table [slots, blocks] int64.
-    `sampling` says how the tokens of each slot are chosen.
+    lengths [slots] int64: tokens that a slot holds, so that a decode step needs no position from
+    the host either. `sampling` says how the tokens of each slot are chosen.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, device: torch.device) -> None:
@@ -26,7 +27,9 @@ class SlotTable:
             (num_slots + 1, max_model_len + 1), dtype=torch.int64, device=device
         )
         self.block_table = torch.zeros((num_slots + 1, blocks), dtype=torch.int64, device=device)
+        self.lengths = torch.ones(num_slots + 1, dtype=torch.int64, device=device)
         self.sampling = SamplingState(num_slots, device)
+        self.generation = 1
         self._num_blocks = [0] * (num_slots + 1)
 
     def open(
@@ -37,15 +40,20 @@ class SlotTable:
     ) -> None:
         """Give `slot` to a request with these prompt tokens [length]."""
         self.token_ids[slot, : len(prompt_ids)] = prompt_ids
+        self.lengths[slot] = len(prompt_ids)
         self.block_table[slot] = 0
         self._num_blocks[slot] = 0
         self.sampling.open(slot, sampling)
 
     def add_blocks(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
         """Append blocks[i] to the table of slots[i], in order."""
-        for slot, block in zip(slots, blocks, strict=True):
-            self.block_table[slot, self._num_blocks[slot]] = block
+        places = []
+        for slot in slots:
+            places.append(self._num_blocks[slot])
             self._num_blocks[slot] += 1
+        packed = torch.tensor((slots, places, blocks), dtype=torch.int64)
+        at_slot, at_place, block = packed.to(self.block_table.device)
+        self.block_table[at_slot, at_place] = block
 
     def checksum_rows(self, slots: Sequence[int]) -> list[int]:
         """Those of the rows with these slots whose logits are to be summed up."""
@@ -54,3 +62,4 @@ class SlotTable:
     def append(self, slots: Tensor, positions: Tensor, token_ids: Tensor) -> None:
         """Write sampled tokens [n] at their positions [n]."""
         self.token_ids[slots, positions] = token_ids
+        self.lengths[slots] = positions + 1

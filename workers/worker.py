@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,18 +28,31 @@ from unisono.workers import device as devices
 from unisono.workers.batch_builder import BatchBuilder
 from unisono.workers.channel import Peer, ProtocolError
 from unisono.workers.config import WorkerConfig
+from unisono.workers.decode_steps import DecodeSteps
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
 from unisono.workers.memory import available_bytes, block_bytes, host_budget, offer_blocks
-from unisono.workers.model_runner import ModelRunner
+from unisono.workers.model_runner import LateOutput, ModelRunner, StepOutput
 from unisono.workers.orders import WorkerOrders
 from unisono.workers.protocol import Allocate, Loaded, Ready, Shutdown, StepPlan, StepResult
 from unisono.workers.reporter import Reporter
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
+from unisono.workers.step_buffers import StepBuffers
 from unisono.workers.tracer import Tracer
 
 _PROGRESS_EVERY_S = 0.1
+STEPS_AT_ONCE = 2
+"""Steps that a rank has launched and not answered, at the most."""
+
+
+class _Running(NamedTuple):
+    """A step that was launched. `digest`: of all collectives up to its own."""
+
+    number: int
+    began: float
+    output: StepOutput | LateOutput
+    digest: int
 
 
 class Worker:
@@ -55,6 +70,7 @@ class Worker:
         self._group: Group
         self._runner: ModelRunner
         self._tracer: Tracer | None = None
+        self._running: deque[_Running] = deque()
 
     def start(self, store: dist.Store | None) -> None:
         """Join the group, load the weights, build the runner and offer KV memory."""
@@ -93,9 +109,14 @@ class Worker:
     def run(self) -> None:
         """Obey commands until Shutdown. An exception leaves with the phase and step noted."""
         while True:
-            match self._peer.receive(None):
+            match self._next():
+                case None:
+                    self._answer()
                 case StepPlan() as plan:
-                    self._step(plan)
+                    self._report.step = plan.step
+                    began = time.perf_counter()
+                    output = self._runner.step(plan)
+                    self._running.append(_Running(plan.step, began, output, self._group.digest))
                 case Allocate(num_blocks=num_blocks):
                     self._report.enter("take memory")
                     self._cache.allocate(num_blocks)
@@ -106,19 +127,31 @@ class Worker:
                 case other:
                     raise ProtocolError(f"rank {self._rank} got {type(other).__name__}")
 
-    def _step(self, plan: StepPlan) -> None:
-        self._report.step = plan.step
-        began = time.perf_counter()
-        output = self._runner.step(plan)
+    def _next(self) -> object:
+        """The next command, or None once the oldest running step is to be answered.
+
+        While the device computes, the step after may come: it is launched before the wait ends.
+        """
+        if not self._running:
+            return self._peer.receive(None)
+        while not self._running[0].output.is_ready() and len(self._running) < STEPS_AT_ONCE:
+            if (command := self._peer.receive(0)) is not None:
+                return command
+        return None
+
+    def _answer(self) -> None:
+        step = self._running.popleft()
+        self._report.step = step.number
+        output = step.output
         self._peer.send(
             StepResult(
                 rank=self._rank,
-                step=plan.step,
+                step=step.number,
                 tokens=array("i", output.tokens),
                 logprobs=output.logprobs,
                 checksums=output.checksums,
-                digest=self._group.digest,
-                seconds=time.perf_counter() - began,
+                digest=step.digest,
+                seconds=time.perf_counter() - step.began,
             )
         )
 
@@ -146,13 +179,24 @@ class Worker:
             config.model.head_dim,
         )
         windows = {config.model.window_of(layer) for layer in range(config.model.num_layers)}
+        sampler = Sampler(ops, self._group, partition, config.num_token_ids)
+        off = "--no-graphs" if config.no_graphs else ""
+        graphs = GraphPool(self._device, self._group, (self._cache, slots), off)
+        decode = None
+        if self._device.type == "cuda":
+            width, rows = config.model.hidden_size, config.max_requests
+            buffers = StepBuffers(rows, width, self._dtype, self._device)
+            decode = DecodeSteps(
+                model, self._cache, slots, sampler, graphs, buffers, shape, windows
+            )
         return ModelRunner(
             model,
             self._cache,
             slots,
             BatchBuilder(ops, slots, shape, windows),
-            Sampler(ops, self._group, partition, config.num_token_ids),
-            GraphPool(self._device),
+            sampler,
+            graphs,
+            decode,
             self._tracer,
         )
 

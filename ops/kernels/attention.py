@@ -125,6 +125,28 @@ def plan_attention(
     )
 
 
+def splits_of_row(max_splits: int, window: int = 0) -> int:
+    """Most splits that one query sees keys of, where its request has at most `max_splits`."""
+    return min(max_splits, (window - 2) // SPLIT + 2) if window else max_splits
+
+
+def plan_records(
+    shape: AttentionShape, records: Tensor, block_table: Tensor, num_splits: int, window: int = 0
+) -> AttentionPlan:
+    """Plan a step of one query a row whose `records` [5, rows] int32 the device writes.
+
+    No row sees keys of more than `num_splits` splits, and row i gives its first partial as
+    i * num_splits.
+    """
+    few = FewQueries(
+        records=records,
+        longest=1,
+        num_splits=num_splits,
+        num_partials=records.shape[1] * num_splits,
+    )
+    return AttentionPlan(shape=shape, block_table=block_table, window=window, few=few, many=None)
+
+
 def plan_decode_on_device(
     shape: AttentionShape,
     starts: Tensor,

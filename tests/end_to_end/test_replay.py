@@ -81,8 +81,9 @@ def test_a_wrong_token_of_every_rank_is_found(model: str, tmp_path: Path) -> Non
     """Nobody noticed it: the ranks agreed, and failed of something else later."""
     source = """def planted(original, self, plan):
     if plan.step == 7: raise ValueError('planted in a step')
-    tokens = original(self, plan)
-    return [token ^ 1 if plan.step == 5 and i == 1 else token for i, token in enumerate(tokens)]"""
+    output = original(self, plan)
+    if plan.step == 5: output.tokens[1] ^= 1
+    return output"""
     _, file = crash(model, tmp_path, plant(tmp_path, None, {STEP: source}), "--tp", "2")
     found = replay(file, "--step", "5", code=1)
     assert [row["equal"] for row in found["rows"]] == [True, False]
@@ -92,7 +93,9 @@ def test_a_wrong_token_of_every_rank_is_found(model: str, tmp_path: Path) -> Non
 
 def test_ranks_that_disagree_leave_both_tokens(model: str, tmp_path: Path) -> None:
     source = """def planted(original, self, plan):
-    return [token ^ (plan.step == 3) for token in original(self, plan)]"""
+    output = original(self, plan)
+    if plan.step == 3: output.tokens[:] = [token ^ 1 for token in output.tokens]
+    return output"""
     facts, file = crash(model, tmp_path, plant(tmp_path, 1, {STEP: source}), "--tp", "2")
     assert (facts["error"], facts["step"]) == ("Diverged", 3)
     found = replay(file, code=1)

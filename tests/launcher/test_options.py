@@ -36,6 +36,7 @@ OTHER_VALUES = {
     "memory_utilization": ("0.5", 0.5),
     "max_step_tokens": ("99", 99),
     "no_prefix_cache": (None, True),
+    "no_graphs": (None, True),
     "log_level": ("debug", "debug"),
     "start_timeout_s": ("12.5", 12.5),
     "stop_grace_s": ("0", 0.0),

@@ -84,11 +84,6 @@ def test_options_survive_and_the_rest_is_default():
             HostFacts(num_gpus=1, torch_has_cuda=False),
             "--device cuda: the installed torch is built without CUDA; choose cpu or auto",
         ),
-        (
-            {"device": "cuda"},
-            TWO_IDLE_GPUS,
-            "--device cuda: this version has no GPU kernels; choose cpu or auto",
-        ),
         ({"tp": 3}, TWO_GPUS, "tp=3 on cuda: every rank needs a GPU and 2 are visible; choose"),
         ({"dtype": "float16"}, CPU, "--dtype float16: on cpu choose float32 or bfloat16"),
         (

@@ -1,0 +1,89 @@
+"""Decode steps replayed from graphs: the same answers as eager ones, and nothing else touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.closeness import assert_same_bits
+from tests.rig import LocalEngine
+from tests.tiny import random_ids, write_checkpoint
+from unisono.runtime.protocol import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda")
+MODELS = ("llama-untied-1003", "qwen2", "qwen3", "llama-bias-llama3")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(request.param, directory)
+    return directory
+
+
+def prompts_for(path: Path, count: int) -> list[list[int]]:
+    vocabulary = LocalEngine(path, max_model_len=16).config.vocab_size
+    return [random_ids(3 + 7 * i % 90, vocabulary, seed=i) for i in range(count)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replayed_steps_answer_as_eager_ones(model: Path, dtype: str) -> None:
+    """Heights padded and exact, requests joining and leaving, pre-emptions; logits by bits."""
+    prompts = prompts_for(model, 14)
+    params = [SamplingParams(logprobs=0 if i % 3 == 0 else None) for i in range(len(prompts))]
+    params[4] = SamplingParams(temperature=0.8, top_p=0.9, seed=5)
+    options = {"dtype": dtype, "device": GPU, "num_blocks": 24, "max_requests": 11}
+    arrivals = [2 * i for i in range(len(prompts))]
+    eager = LocalEngine(model, **options)
+    replayed = LocalEngine(model, graphs=True, **options)
+    want = eager.generate(prompts, 30, arrivals, params=params)
+    for _ in range(2):
+        got = replayed.generate(prompts, 30, arrivals, params=params)
+        for index, (one, other) in enumerate(zip(want, got, strict=True)):
+            assert other.token_ids == one.token_ids, f"prompt {index}"
+            assert other.logprobs == one.logprobs, f"prompt {index}"
+            pairs = zip(other.logits, one.logits, strict=True)
+            for mine, theirs in ((a, b) for a, b in pairs if len(a)):
+                assert_same_bits(f"logits of prompt {index}", mine, theirs)
+    pool = replayed.ranks[0].pool
+    assert pool.num_captures > 4
+    assert pool.num_replays > 50
+
+
+def test_a_new_generation_is_captured_again_and_live_blocks_keep_their_bytes(model: Path) -> None:
+    prompts = prompts_for(model, 5)
+    engine = LocalEngine(model, dtype="bfloat16", device=GPU, graphs=True, max_requests=5)
+    want = engine.generate(prompts, 40)
+    [rank] = engine.ranks
+    captures = rank.pool.num_captures
+
+    def disturb(step: int) -> None:
+        if step == 20:
+            rank.cache.generation += 1
+            for layer in rank.cache.layers:  # whatever lies in block 0 reaches nobody
+                layer.k[0] = float("nan")
+                layer.v[0] = float("nan")
+
+    got = engine.generate(prompts, 40, before_step=disturb)
+    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
+    assert rank.pool.num_captures > captures
+    before = [x.clone() for layer in rank.cache.layers for x in (layer.k, layer.v)]
+    ones = torch.ones(4, engine.config.hidden_size, dtype=torch.bfloat16, device=GPU)
+    with torch.inference_mode():
+        for _ in range(3):
+            rank.pool.run("probe", 1, lambda: rank.model.norm(ones))
+    after = (x for layer in rank.cache.layers for x in (layer.k, layer.v))
+    for mine, theirs in zip(after, before, strict=True):
+        assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16))
+
+
+def test_switched_off_nothing_is_captured(model: Path) -> None:
+    engine = LocalEngine(model, device=GPU)
+    engine.generate(prompts_for(model, 2), 8)
+    pool = engine.ranks[0].pool
+    assert pool.num_captures == pool.num_replays == 0
+    assert {reason for _, reason in pool.eager_runs} == {"eager"}

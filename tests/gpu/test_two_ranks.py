@@ -1,0 +1,87 @@
+"""Two ranks on two GPUs over NCCL, through real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import random_ids, write_checkpoint
+from unisono import LLM, SamplingParams
+from unisono.runtime.protocol import WorkerLost
+
+psutil = pytest.importorskip("psutil")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
+]
+
+SHAPE = "shape:smollm2-135m"
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+PROMPTS = [random_ids(length, seed=length) for length in (1, 7, 40, 64, 66, 90)]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("tiny")
+    write_checkpoint("llama", tmp_path_factory.mktemp("whole")).config.save_pretrained(directory)
+    return str(directory)
+
+
+def tokens(model: str, device: str, tp: int, dtype: str = "float32") -> list[tuple[int, ...]]:
+    """Of all prompts, alone and in one batch, which must be the same."""
+    with LLM(
+        model, load_format="random", device=device, tp=tp, dtype=dtype, max_model_len=128
+    ) as llm:
+        together = [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
+        alone = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
+    assert together == alone
+    assert {len(ids) for ids in alone} == {24}
+    return alone
+
+
+def test_float32_tokens_equal_the_cpus_and_one_ranks(tiny: str) -> None:
+    want = tokens(tiny, "cpu", 1)
+    assert tokens(tiny, "cuda", 1) == want
+    assert tokens(tiny, "cuda", 2) == want
+
+
+def test_a_published_shape_on_one_and_two_ranks() -> None:
+    assert tokens(SHAPE, "cuda", 2) == tokens(SHAPE, "cuda", 1)
+
+
+def test_bf16_answers_are_the_same_alone_and_in_company() -> None:
+    tokens(SHAPE, "cuda", 2, "bfloat16")
+
+
+def ranks_below() -> dict[int, Any]:
+    """The rank processes of this test by their number."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        rank = process.environ().get("RANK", "")
+        if rank:
+            found[int(rank)] = process
+    return found
+
+
+def test_a_killed_rank_ends_the_engine_with_its_name() -> None:
+    with LLM(SHAPE, device="cuda", tp=2, dtype="bfloat16") as llm:
+        with llm.stream([5, 6, 7], SamplingParams(max_tokens=4000, ignore_eos=True)) as stream:
+            next(stream)
+            ranks = ranks_below()
+            assert sorted(ranks) == [0, 1]
+            os.kill(ranks[1].pid, signal.SIGKILL)
+            killed = time.monotonic()
+            with pytest.raises(WorkerLost, match="rank 1") as caught:
+                for _ in stream:
+                    pass
+            assert time.monotonic() - killed < 10
+            assert "SIGKILL" in str(caught.value)
+        _, gone = psutil.wait_procs(list(ranks.values()), timeout=10)
+        assert gone == [], "ranks that outlive the engine"

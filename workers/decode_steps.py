@@ -1,0 +1,111 @@
+"""Steps in which every row decodes, on a GPU: two graph replays, and nothing from the host but
+which slots take part.
+
+The forward graph is named by its height (rows, padded) and by how many splits of keys its rows may
+see; the tail, for steps whose rows are all plain, by its height. What the host knows of a step is
+the slots: tokens and positions come out of the slot table, and go back into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from unisono.models.interface import ForwardBatch
+from unisono.models.llama import Llama
+from unisono.ops.attention import AttentionShape
+from unisono.workers.config import BLOCK_SIZE
+from unisono.workers.graph_pool import GraphPool
+from unisono.workers.kv_cache import KVCache
+from unisono.workers.protocol import Phase, Rows
+from unisono.workers.sampler import Sampler
+from unisono.workers.slot_table import SlotTable
+from unisono.workers.step_buffers import Result, StepBuffers
+
+
+class DecodeSteps:
+    """Runs decode steps of up to `buffers.max_rows` rows."""
+
+    def __init__(
+        self,
+        model: Llama,
+        cache: KVCache,
+        slots: SlotTable,
+        sampler: Sampler,
+        graphs: GraphPool,
+        buffers: StepBuffers,
+        shape: AttentionShape,
+        windows: Iterable[int],
+    ) -> None:
+        # Triton is loaded where there is a GPU only.
+        from unisono.ops.kernels import attention, decode
+
+        self._attention, self._decode = attention, decode
+        self._model, self._cache, self._slots = model, cache, slots
+        self._sampler, self._graphs, self._buffers = sampler, graphs, buffers
+        self._shape, self._windows = shape, tuple(sorted(set(windows)))
+
+    def serves(self, rows: Rows) -> bool:
+        """Whether every row decodes, and there are not too many."""
+        return len(rows) <= self._buffers.max_rows and all(p == Phase.DECODE for p in rows.phase)
+
+    def forward(self, rows: Rows) -> Tensor:
+        """Run the model; return the hidden states [rows, width], good until the next step."""
+        height = height_of(len(rows), self._buffers.max_rows)
+        # A power of two, so that a request that grows does not want a graph of its own again.
+        num_splits = 1 << (max(rows.start) // self._attention.SPLIT).bit_length()
+        self._buffers.give_slots(rows.slot, height)
+        self._graphs.run("forward", (height, num_splits), lambda: self._forward(height, num_splits))
+        return self._buffers.hidden[: len(rows)]
+
+    def tail(self, rows: Rows) -> Result:
+        """Choose the likeliest token of each row and append it to its slot."""
+        height = height_of(len(rows), self._buffers.max_rows)
+        tokens = self._graphs.run("tail", height, lambda: self._tail(height))
+        return self._buffers.take_result(tokens[: len(rows)])
+
+    def _forward(self, height: int, num_splits: int) -> None:
+        buffers, slots = self._buffers, self._slots
+        token_ids, positions = buffers.token_ids[:height], buffers.positions[:height]
+        slot_mapping = buffers.slot_mapping[:height]
+        plans = {}
+        for window in self._windows:
+            splits_of_row = self._attention.splits_of_row(num_splits, window)
+            records = torch.empty(5, height, dtype=torch.int32, device=buffers.slots.device)
+            plans[window] = self._attention.plan_records(
+                self._shape, records, slots.block_table, splits_of_row, window
+            )
+            self._decode.expand_rows(
+                buffers.slots[:height],
+                slots.token_ids,
+                slots.lengths,
+                slots.block_table,
+                BLOCK_SIZE,
+                splits_of_row,
+                token_ids,
+                positions,
+                slot_mapping,
+                records,
+            )
+        batch = ForwardBatch(token_ids, positions, slot_mapping, plans)
+        buffers.hidden[:height].copy_(self._model.forward(batch, self._cache.layers))
+
+    def _tail(self, height: int) -> Tensor:
+        logits = self._model.logits(self._buffers.hidden[:height])
+        keys = self._sampler.greedy_keys(logits)
+        slots = self._slots
+        return self._decode.advance_rows(
+            keys, self._buffers.slots[:height], slots.token_ids, slots.lengths
+        )
+
+
+def height_of(num_rows: int, max_rows: int) -> int:
+    """The height of the graph that serves `num_rows`: 1, 2, 4, 8, then multiples of 8, 16, 32."""
+    if num_rows <= 8:
+        height = 1 << (num_rows - 1).bit_length()
+    else:
+        step = 8 if num_rows <= 32 else 16 if num_rows <= 128 else 32
+        height = -(-num_rows // step) * step
+    return min(height, max_rows)

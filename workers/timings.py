@@ -1,0 +1,94 @@
+"""What the measuring process of `unisono bench ops` is told, and what it answers. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TIMED_OPS = (
+    "linear",
+    "head",
+    "rms_norm",
+    "add_rms_norm",
+    "ordered_sum",
+    "ordered_sum_add_rms_norm",
+    "rope_and_write_kv",
+    "silu_and_mul",
+    "embed_shard",
+    "paged_attention",
+    "plan_attention",
+    "argmax_keys",
+    "noisy_argmax_keys",
+    "unpack_keys",
+    "add_noise",
+    "filter_logits",
+    "penalize",
+    "add_bias",
+    "token_logprobs",
+)
+"""What may be asked for; `bench_cases.py` has cases for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOrders:
+    """What the measuring process is told."""
+
+    device: str
+    """cpu or cuda."""
+    ops: tuple[str, ...]
+    shapes: tuple[str, ...]
+    """Names of shapes (`models/shapes.py`) whose sizes are timed."""
+    seconds: float
+    """Cases that have not begun by then are left out, and said to be."""
+    endpoint: str
+    session: str
+    threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Sent first: what is measured on, and what it can. Floors follow from it."""
+
+    device: str
+    torch: str
+    triton: str
+    """Empty: not installed."""
+    dtype: str
+    bytes_per_s: float
+    flops_per_s: float
+    num_cases: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseTime:
+    """One case, measured or failed."""
+
+    op: str
+    shape: str
+    label: str
+    num_bytes: int
+    num_flops: int
+    seconds: float = 0.0
+    """Median of one call; 0: it failed, or time was over."""
+    torch_seconds: float = 0.0
+    """Of what torch has for it; 0: it has nothing, or that failed."""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchDone:
+    """Every case was sent."""
+
+    seconds: float
+    num_left_out: int
+    """Cases for which the time was not enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchFailed:
+    """The process could not go on; `phase` says what it was at."""
+
+    phase: str
+    message: str
+
+
+BENCH_REPORTS = (Machine, CaseTime, BenchDone, BenchFailed)
