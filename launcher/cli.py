@@ -34,6 +34,10 @@ COMMANDS = {
         "Show what each rank would hold and how fast it can be.",
     ),
     "replay": ("unisono.launcher.replay", "Run a step of a crashed engine again and compare."),
+    "verify": (
+        "unisono.launcher.verify",
+        "Prove that each request has one answer, however it is run.",
+    ),
     "doctor": (
         "unisono.launcher.doctor",
         "Examine this machine and say what to do about it.",

@@ -126,9 +126,17 @@ class Engine:
                 self._lost = too_late(self._phases, self._config.start_timeout_s)
                 raise self._lost
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int = 0) -> int:
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        checksums: bool = False,
+    ) -> int:
         """Hand over a request; return the id that its events carry.
 
+        `checksums`: its tokens come with those of their logits.
         Raises RequestRejected for a token id that is no 32-bit number.
         """
         try:
@@ -143,6 +151,7 @@ class Engine:
                 prompt_ids=prompt,
                 params=with_seed(params),
                 priority=priority,
+                checksums=checksums,
             )
         )
         return request_id

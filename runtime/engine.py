@@ -71,7 +71,9 @@ class Engine:
     def _take_result(self) -> None:
         """Wait for the oldest step in flight, and pass on what it answered."""
         result = self._workers.receive(self._in_flight.popleft())
-        for news in self._scheduler.apply(result.tokens, result.counts, result.logprobs):
+        for news in self._scheduler.apply(
+            result.tokens, result.counts, result.logprobs, result.checksums
+        ):
             self._emit(news)
 
     def _drain(self) -> None:
@@ -107,6 +109,7 @@ class Engine:
             max_tokens=min(message.params.max_tokens, room),
             arrived_s=time.monotonic(),
             priority=message.priority,
+            checksums=message.checksums,
         )
         try:
             self._scheduler.add(request)
@@ -125,6 +128,7 @@ class Engine:
                 logprobs=news.logprobs,
                 prompt_logprobs=take_prompt_logprobs(request),
                 num_cached_tokens=request.num_cached_tokens,
+                checksums=None if news.checksum is None else array("q", [news.checksum]),
             ),
         )
         if news.reason is not None:
@@ -138,5 +142,6 @@ class Engine:
                     first_token_s=request.first_token_s,
                     total_s=now - request.arrived_s,
                     num_cached_tokens=request.num_cached_tokens,
+                    num_preemptions=request.num_admissions - 1,
                 ),
             )

@@ -112,6 +112,8 @@ class Submit:
     params: SamplingParams
     priority: int = 0
     """Lower goes first, and may take the place of what runs; it changes no answer."""
+    checksums: bool = False
+    """Give with each token a checksum of the logits that it comes from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +172,7 @@ class Delta:
 
     `logprobs`, where they were asked for: `logprob_width` items of each token. `prompt_logprobs`:
     with the first tokens, those of the prompt from its second token on. Layout: `logprob_width`
-    in workers/protocol.py.
+    in workers/protocol.py. `checksums`, where they were asked for: one int64 for each token.
     """
 
     request_id: int
@@ -179,6 +181,7 @@ class Delta:
     """As in `Finished`, which does not come where the launcher ends the answer."""
     logprobs: array[int] | None = None
     prompt_logprobs: array[int] | None = None
+    checksums: array[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +199,8 @@ class Finished:
     total_s: float
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache spared it."""
+    num_preemptions: int = 0
+    """How often it lost its place and was computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,8 @@ class Request:
     max_tokens: int
     """The caller's limit, or less where the context ends first."""
     arrived_s: float
+    checksums: bool = False
+    """Its tokens come with a checksum of their logits."""
     priority: int = 0
     """Lower goes first; among equals, the first to come."""
     order: int = 0

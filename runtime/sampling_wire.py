@@ -32,7 +32,7 @@ def open_sampling(opened: Sequence[Request], eos_token_ids: Iterable[int]) -> ar
     `eos_token_ids` are the model's own ends of text.
     """
     slots = [_slot_sampling(request, eos_token_ids) for request in opened]
-    if all(slot.is_plain and not slot.wants_logprobs for slot in slots):
+    if all(slot.is_plain and not slot.wants_more_than_tokens for slot in slots):
         return int64s()
     return pack_sampling(slots)
 
@@ -52,6 +52,7 @@ def _slot_sampling(request: Request, eos_token_ids: Iterable[int]) -> SlotSampli
         late_ids=tuple(sorted(late_ids)) if params.min_tokens else (),
         logprobs=-1 if params.logprobs is None else params.logprobs,
         prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        checksums=int(request.checksums),
     )
     if params.temperature == 0:
         return slot

@@ -42,6 +42,8 @@ class NewToken:
     reason: str | None
     logprobs: array[int] | None = None
     """`logprob_width` items, if the request wants them."""
+    checksum: int | None = None
+    """Of the logits that it comes from, if the request wants it."""
 
 
 class Scheduler:
@@ -181,15 +183,17 @@ class Scheduler:
         tokens: Sequence[int],
         counts: Sequence[int] = (),
         logprobs: array[int] | None = None,
+        checksums: Sequence[int] | None = None,
     ) -> list[NewToken]:
         """Take the result of the oldest step in flight: the tokens of its sampling rows, in order.
 
         The i-th of these rows has counts[i] of them, or one each if `counts` is empty. `logprobs`
-        are those of all rows.
+        and `checksums` are those of all rows.
         """
         flight = self._flights.popleft()
         self._land(flight)
         cutter = LogprobCutter(logprobs)
+        sums = iter(checksums or ())
         for row in flight.rows:
             cutter.give_prompt(row.request, row.start, row.count)
         due = iter(counts or [1] * sum(row.phase != Phase.CHUNK for row in flight.rows))
@@ -199,7 +203,10 @@ class Scheduler:
             is_chunk = row.phase == Phase.CHUNK
             count = 0 if is_chunk else next(due)
             end += count
-            records = [cutter.cut(row.request) for _ in range(count)]
+            records = [
+                (cutter.cut(row.request), next(sums) if row.request.checksums else None)
+                for _ in range(count)
+            ]
             # A request that has ended meanwhile had its row in vain.
             if row.request.slot:
                 assert is_chunk or 1 <= count <= 1 + row.drafts, row
@@ -320,9 +327,12 @@ class Scheduler:
         self,
         row: PlannedRow,
         tokens: Sequence[int],
-        records: Sequence[array[int] | None],
+        records: Sequence[tuple[array[int] | None, int | None]],
     ) -> list[NewToken]:
-        """Take what a row in flight has answered, up to the first token that ends the answer."""
+        """Take what a row in flight has answered, up to the first token that ends the answer.
+
+        `records`: the log-probabilities and the checksum of each token, where they are wanted.
+        """
         request = row.request
         request.num_ahead -= row.count
         request.num_drafts -= row.drafts
@@ -331,7 +341,7 @@ class Scheduler:
         for token_id, record in zip(tokens, records, strict=True):
             request.answer_ids.append(token_id)
             reason = finish_reason(request, token_id, self._eos_token_ids)
-            news.append(NewToken(request, token_id, reason, record))
+            news.append(NewToken(request, token_id, reason, *record))
             if reason is not None:
                 break
         self._holdings.publish(request)

@@ -25,6 +25,7 @@ _SAME_ON_EVERY_RANK = {
     "tokens": "tokens",
     "counts": "tokens",
     "logprobs": "log-probabilities",
+    "checksums": "logits",
     "digest": "collectives",
 }
 """Fields of a StepResult, and what differs where they do."""

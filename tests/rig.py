@@ -45,6 +45,7 @@ from unisono.workers.protocol import Phase, StepPlan
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
 from unisono.workers.step_buffers import StepBuffers
+from unisono.workers.tracer import Tracer
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -135,7 +136,10 @@ class LocalEngine:
         device: torch.device = CPU,
         graphs: bool = False,
         max_in_flight: int = 2,
+        ops_of: Callable[[int, Ops], Ops] = lambda rank, ops: ops,
+        tracer_of: Callable[[int], Tracer | None] = lambda rank: None,
     ) -> None:
+        self.ops_of, self.tracer_of = ops_of, tracer_of
         self.config = model if isinstance(model, ModelConfig) else read_model_config(model)
         self._load_format = "random" if isinstance(model, ModelConfig) else "auto"
         self._overlay = parse_overlay(overlay, self.config)
@@ -280,8 +284,10 @@ class LocalEngine:
     @torch.inference_mode()
     def _build_rank(self, group: Group) -> Rank:
         device = self._device
-        ops = dispatch.resolve(device, self.config.head_dim)
-        build = Build(ops, group, self._dtype, device)
+        ops = self.ops_of(group.rank, dispatch.resolve(device, self.config.head_dim))
+        tracer = self.tracer_of(group.rank)
+        tap = None if tracer is None else tracer.tap
+        build = Build(ops, group, self._dtype, device, tap=tap)
         model = model_class(self.config.family)(build, self.partition, self.max_model_len)
         specs = list(self.partition.weights(group.rank))
         with open_weights(self._path, self._load_format, self._overlay, self._dtype) as source:
@@ -300,7 +306,7 @@ class LocalEngine:
             )
             shape, windows = self._shape(group.rank), self._windows()
             decode = DecodeSteps(model, cache, slots, sampler, pool, buffers, shape, windows)
-        runner = ModelRunner(model, cache, slots, builder, sampler, pool, decode)
+        runner = ModelRunner(model, cache, slots, builder, sampler, pool, decode, tracer)
         rank = Rank(group, ops, model, cache, runner, pool)
         model.logits = lambda hidden: _kept(rank, model.head(hidden))
         return rank

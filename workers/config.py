@@ -52,3 +52,10 @@ class WorkerConfig:
     graph of them. The answers are the same; CUDA graphs are only faster."""
     num_token_ids: int = 0
     """Ids the tokenizer knows; later ones are never chosen. 0: the whole vocabulary."""
+    trace_dir: str = ""
+    """Where every rank records what its ops return (workers/tracer.py); empty: nowhere."""
+    trace_values: bool = False
+    """Record numbers too, of what every rank holds whole."""
+    reference_ops: tuple[str, ...] = ()
+    """Ops that are computed by their references (ops/by_reference.py), to find out which one is at
+    fault."""

@@ -21,6 +21,7 @@ from unisono.workers.sampler import Sampler
 from unisono.workers.sampling_state import SamplingRows
 from unisono.workers.slot_table import SlotTable
 from unisono.workers.step_buffers import Result
+from unisono.workers.tracer import Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class StepOutput:
 
     tokens: list[int]
     logprobs: array[int] | None
+    checksums: array[int] | None = None
 
     def is_ready(self) -> bool:
         """Whether reading it would not wait for the device."""
@@ -39,6 +41,7 @@ class LateOutput:
     """The same of a step that the device may still run: `tokens` waits for it."""
 
     logprobs = None
+    checksums = None
 
     def __init__(self, result: Result) -> None:
         self._result = result
@@ -68,6 +71,7 @@ class ModelRunner:
         sampler: Sampler,
         graphs: GraphPool,
         decode: DecodeSteps | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -75,6 +79,7 @@ class ModelRunner:
         self._builder = builder
         self._sampler = sampler
         self._graphs = graphs
+        self._tracer = tracer
         self._decode = decode
 
     @torch.inference_mode()
@@ -85,6 +90,11 @@ class ModelRunner:
         """
         _refuse_what_no_model_has(plan)
         self._apply_changes(plan)
+        if self._tracer is not None:
+            self._tracer.begin(plan.rows, self._slots)
+            output = self._run(plan)
+            self._tracer.end()
+            return output
         if self._decode is not None and self._decode.serves(plan.rows):
             return self._run_decode(self._decode, plan.rows)
         return self._run(plan)
@@ -92,7 +102,7 @@ class ModelRunner:
     def _run_decode(self, decode: DecodeSteps, rows: Rows) -> StepOutput | LateOutput:
         hidden = decode.forward(rows)
         kinds = [self._slots.sampling.of(slot) for slot in rows.slot]
-        if all(kind.is_plain and kind.logprobs < 0 for kind in kinds):
+        if all(k.is_plain and k.logprobs < 0 and not k.checksums for k in kinds):
             return LateOutput(decode.tail(rows))
         slots = torch.tensor(rows.slot, dtype=torch.int64).to(hidden.device)
         positions = torch.tensor(rows.start, dtype=torch.int64).to(hidden.device) + 1
@@ -128,7 +138,8 @@ class ModelRunner:
             "sampling" if sampling else "prompt tokens",
         )
         records += token_logprobs(row_slots, self._slots, logits, token_ids, self._sampler)
-        return StepOutput(token_ids.tolist(), records or None)
+        checksums = self._sampler.checksums(logits, self._slots.checksum_rows(row_slots))
+        return StepOutput(token_ids.tolist(), records or None, checksums or None)
 
     def _apply_changes(self, plan: StepPlan) -> None:
         start = 0

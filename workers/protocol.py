@@ -49,6 +49,8 @@ class SlotSampling:
     """Log-probabilities of its tokens, each with so many likeliest ids; -1: none."""
     prompt_logprobs: int = -1
     """The same of every prompt token but the first."""
+    checksums: int = 0
+    """1: a checksum of the logits that each of its tokens comes from (ops/checksum.py)."""
     bias: tuple[tuple[int, float], ...] = ()
     """Token ids, each once, and what is added to their logits."""
     late_ids: tuple[int, ...] = ()
@@ -79,9 +81,13 @@ class SlotSampling:
     def wants_logprobs(self) -> bool:
         return self.logprobs >= 0 or self.prompt_logprobs >= 0
 
+    @property
+    def wants_more_than_tokens(self) -> bool:
+        return self.wants_logprobs or self.checksums > 0
 
-_SCALARS = tuple(item.name for item in fields(SlotSampling))[:12]
-_NUMBERS = struct.Struct("<6d8q")
+
+_SCALARS = tuple(item.name for item in fields(SlotSampling))[:13]
+_NUMBERS = struct.Struct("<6d9q")
 """The scalar fields of a SlotSampling in their order, then how many biases and late ids follow."""
 _BIAS = struct.Struct("<qd")
 _LATE_ID = struct.Struct("<q")
@@ -254,6 +260,7 @@ class StepResult:
     Empty `counts` mean one token each.
     `logprobs` is there if any was asked for: `logprob_width` items for each token, in row order.
     First come the prompt tokens that the rows' positions predict, then the tokens of `tokens`.
+    `checksums` likewise, one for each token of `tokens` that it was asked for, in row order.
     `digest` is the rank's rolling hash over (sequence, collective, size): equal on every rank,
     or the ranks have diverged.
     """
@@ -265,6 +272,7 @@ class StepResult:
     seconds: float
     counts: array[int] = field(default_factory=int32s)
     logprobs: array[int] | None = None
+    checksums: array[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

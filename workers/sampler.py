@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from unisono.models.partition import ModelPartition
+from unisono.ops.checksum import row_checksums
 from unisono.ops.comm import Group
 from unisono.ops.table import Ops
+from unisono.workers.protocol import int64s
 from unisono.workers.sampling_state import SamplingRows
 
 
@@ -51,6 +56,19 @@ class Sampler:
         pairs = torch.stack((top_ids.int(), top.view(torch.int32)), dim=2)
         own = torch.stack((logprob.view(torch.int32), rank.int()), dim=1)
         return torch.cat((own, pairs.flatten(1)), dim=1)
+
+    def checksums(self, logits: Tensor, rows: Sequence[int]) -> array[int]:
+        """Return an int64 for each of `rows`: of all logits [S, this rank's rows] in that row.
+
+        The same on every rank and for every cut of the vocabulary, and another one wherever a
+        single bit of a logit is another.
+        """
+        if not rows:
+            return int64s()
+        at = torch.tensor(rows, dtype=torch.int64).to(logits.device)
+        own = row_checksums(logits[at], self._first_id)
+        parts = self._group.gather(own[:, None], [1] * len(self._widths))
+        return array("q", parts.sum(1).tolist())
 
     def greedy_keys(self, logits: Tensor) -> Tensor:
         """logits [S, this rank's rows] fp32 -> the winning keys of the whole vocabulary [S]."""

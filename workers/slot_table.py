@@ -55,6 +55,10 @@ class SlotTable:
         at_slot, at_place, block = packed.to(self.block_table.device)
         self.block_table[at_slot, at_place] = block
 
+    def checksum_rows(self, slots: Sequence[int]) -> list[int]:
+        """Those of the rows with these slots whose logits are to be summed up."""
+        return [row for row, slot in enumerate(slots) if self.sampling.of(slot).checksums]
+
     def append(self, slots: Tensor, positions: Tensor, token_ids: Tensor) -> None:
         """Write sampled tokens [n] at their positions [n]."""
         self.token_ids[slots, positions] = token_ids

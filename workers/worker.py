@@ -21,6 +21,7 @@ from unisono.models.random_weights import open_weights
 from unisono.models.registry import model_class
 from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape
+from unisono.ops.by_reference import with_references
 from unisono.ops.comm import Group
 from unisono.ops.table import Ops
 from unisono.workers import device as devices
@@ -38,6 +39,7 @@ from unisono.workers.reporter import Reporter
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
 from unisono.workers.step_buffers import StepBuffers
+from unisono.workers.tracer import Tracer
 
 _PROGRESS_EVERY_S = 0.1
 STEPS_AT_ONCE = 2
@@ -67,6 +69,7 @@ class Worker:
         self._cache = KVCache(self._partition, self._rank, self._dtype, self._device)
         self._group: Group
         self._runner: ModelRunner
+        self._tracer: Tracer | None = None
         self._running: deque[_Running] = deque()
 
     def start(self, store: dist.Store | None) -> None:
@@ -75,7 +78,13 @@ class Worker:
         self._group = devices.join_group(self._rank, self._config.tp, self._device, store)
         self._report.enter("prove exactness")
         ops = dispatch.resolve(self._device, self._config.model.head_dim)
-        model = self._load(Build(ops, self._group, self._dtype, self._device))
+        ops = with_references(ops, self._config.reference_ops)
+        if self._config.trace_dir:
+            self._tracer = Tracer(
+                self._config.trace_dir, self._rank, values=self._config.trace_values
+            )
+        tap = None if self._tracer is None else self._tracer.tap
+        model = self._load(Build(ops, self._group, self._dtype, self._device, tap=tap))
         self._report.enter("take memory")
         self._runner = self._build_runner(ops, model)
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -140,6 +149,7 @@ class Worker:
                 step=step.number,
                 tokens=array("i", output.tokens),
                 logprobs=output.logprobs,
+                checksums=output.checksums,
                 digest=step.digest,
                 seconds=time.perf_counter() - step.began,
             )
@@ -187,6 +197,7 @@ class Worker:
             sampler,
             graphs,
             decode,
+            self._tracer,
         )
 
     def _throttled_progress(self) -> Callable[[int, int], None]:

@@ -167,6 +167,7 @@ class _Ranks:
         ({"logprobs": array("i", [5, 7])}, "log-probabilities"),
         ({"logprobs": None}, "log-probabilities"),
         ({"tokens": array("i", [4])}, "tokens"),
+        ({"checksums": array("q", [1])}, "logits"),
         ({"digest": 8}, "collectives"),
     ],
 )

@@ -91,3 +91,10 @@ def test_a_greedy_request_that_wants_log_probabilities_says_so() -> None:
     assert (own.logprobs, own.prompt_logprobs, own.wants_logprobs) == (0, -1, True)
     assert (prompts.logprobs, prompts.prompt_logprobs, prompts.num_prompt_tokens) == (-1, 20, 3)
     assert not none.wants_logprobs
+
+
+def test_a_wish_for_checksums_arrives() -> None:
+    wish = request(SamplingParams())
+    wish.checksums = True
+    slots = unpack_sampling(open_sampling([request(SamplingParams()), wish], [2]))
+    assert [slot.checksums for slot in slots] == [0, 1]

@@ -14,6 +14,7 @@ from tests.launcher.fakes import tiny_model
 from tests.rig import run_ranks
 from unisono.models.partition import ModelPartition
 from unisono.ops import dispatch
+from unisono.ops.checksum import row_checksums
 from unisono.ops.comm import Group
 from unisono.workers.protocol import (
     SlotSampling,
@@ -182,3 +183,20 @@ def test_nan_has_no_logprob() -> None:
     logits[1, 3] = float("nan")
     with pytest.raises(FloatingPointError, match="asked for hold NaN"):
         logprobs(logits, torch.tensor([0, 0]), 1, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_checksums_of_logits_do_not_depend_on_the_cut(ranks: int) -> None:
+    logits = torch.randn(6, tiny_model().vocab_size)
+    logits[4] = logits[1]
+    partition = ModelPartition.of(dataclasses.replace(tiny_model(), num_kv_heads=4), ranks)
+
+    def body(group: Group) -> list[int]:
+        first, stop = partition.vocab.ranges[group.rank]
+        sampler = Sampler(dispatch.resolve(CPU, 8), group, partition, NUM_IDS)
+        assert not sampler.checksums(logits[:, first:stop], [])
+        return list(sampler.checksums(logits[:, first:stop], [1, 4, 5]))
+
+    sums = run_ranks(ranks, body)
+    assert all(each == row_checksums(logits[[1, 4, 5]]).tolist() for each in sums)
+    assert sums[0][0] == sums[0][1] != sums[0][2]

@@ -1,0 +1,224 @@
+"""What `unisono verify` runs: the axes, their values, the matrix and the engines it needs. Pure.
+
+An axis is a row of `AXES`: a field of `Setting`, its plain value, the engine options it stands for
+and how one sees that a run has reached what it is about. Nothing else knows the axes by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unisono.workers.config import BLOCK_SIZE
+
+PRE_EMPT_BATCH = 6
+"""Requests at a time, at least, where some are to be pre-empted: alone none ever is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One way to run the prompts. The defaults, at the least rank count, are the plain one."""
+
+    tp: int
+    dtype: str
+    batch: int = 1
+    """Requests submitted together."""
+    chunk: int = 0
+    """Most tokens of a step; 0: whole prompts."""
+    prefix_cache: bool = False
+    pre_empt: bool = False
+    seeded: bool = False
+    """Drawn with a seed instead of the likeliest token."""
+
+    @property
+    def plain(self) -> Setting:
+        """What it is compared with, bit by bit: alone, whole, nothing cached, nobody pre-empted."""
+        return replace(self, **{axis.name: axis.plain for axis in AXES})
+
+    @property
+    def label(self) -> str:
+        """Everything that is not plain, in words."""
+        words = [axis.show(getattr(self, axis.name)) for axis in AXES if not _is_plain(self, axis)]
+        if self.seeded:
+            words.append("seeded")
+        return ", ".join(words) or "plain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What engines must hold."""
+
+    longest: int
+    """Tokens of the longest request."""
+    most_requests: int
+    """At a time, of any setting."""
+    num_prompts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """What a run of a setting has met."""
+
+    longest_prompt: int
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One way in which runs may differ without another answer."""
+
+    name: str
+    """A field of `Setting`."""
+    plain: Any
+    show: Callable[[Any], str]
+    options: Callable[[Setting, Sizes], dict[str, Any]]
+    """Options of the engine, by field name."""
+    missed: Callable[[Setting, Reach], str] = lambda setting, reach: ""
+    """Why a run with another value than the plain one did not test it; "": it did."""
+    needs: Mapping[str, Any] | None = None
+    """Least values of other axes without which the value cannot show."""
+
+
+def _whole_step(setting: Setting, sizes: Sizes) -> dict[str, Any]:
+    whole = sizes.longest * sizes.most_requests
+    return {"max_step_tokens": setting.chunk or whole}
+
+
+def _kv_tokens(setting: Setting, sizes: Sizes) -> dict[str, Any]:
+    # One request must fit; where none is to be pre-empted, all that run and all that are kept.
+    num_requests = 1 if setting.pre_empt else sizes.most_requests + sizes.num_prompts
+    return {"kv_tokens": BLOCK_SIZE * -(-sizes.longest // BLOCK_SIZE) * num_requests}
+
+
+def _missed_chunk(setting: Setting, reach: Reach) -> str:
+    return "" if reach.longest_prompt > setting.chunk else "no prompt is longer than a chunk"
+
+
+def _missed_cache(setting: Setting, reach: Reach) -> str:
+    # Where blocks are short they may be gone before they are found.
+    return "" if reach.num_cached_tokens or setting.pre_empt else "no prefix was found"
+
+
+def _missed_preemption(setting: Setting, reach: Reach) -> str:
+    return "" if reach.num_preemptions else "nobody was pre-empted"
+
+
+AXES = (
+    Axis(
+        name="batch",
+        plain=1,
+        show=lambda value: f"batch {value}",
+        options=lambda setting, sizes: {"max_requests": sizes.most_requests},
+    ),
+    Axis(
+        name="chunk",
+        plain=0,
+        show=lambda value: f"chunk {value}",
+        options=_whole_step,
+        missed=_missed_chunk,
+    ),
+    Axis(
+        name="prefix_cache",
+        plain=False,
+        show=lambda value: "prefix cache",
+        options=lambda setting, sizes: {"no_prefix_cache": not setting.prefix_cache},
+        missed=_missed_cache,
+    ),
+    Axis(
+        name="pre_empt",
+        plain=False,
+        show=lambda value: "pre-empt",
+        options=_kv_tokens,
+        missed=_missed_preemption,
+        needs={"batch": PRE_EMPT_BATCH},
+    ),
+)
+"""The axes along which bits are promised to be equal."""
+
+
+def matrix(
+    tps: Sequence[int],
+    dtypes: Sequence[str],
+    values: Mapping[str, Sequence[Any]],
+    *,
+    seeded: bool,
+    full: bool,
+) -> list[Setting]:
+    """Return the settings to run, each plain one before those that are compared with it.
+
+    `values`: by axis. Without `full`: every value alone, and few of them together.
+    """
+    found: dict[Setting, None] = {}
+    for dtype, tp in itertools.product(dtypes, sorted(tps)):
+        plain = Setting(tp=tp, dtype=dtype)
+        ways = list(_product(plain, values) if full else _pruned(plain, values))
+        found |= dict.fromkeys([plain, *ways])
+        if seeded:
+            drawn = [*ways] if full else ways[-1:]
+            found |= dict.fromkeys(replace(way, seeded=True) for way in (plain, *drawn))
+    return list(found)
+
+
+def engine_options(setting: Setting, sizes: Sizes) -> dict[str, Any]:
+    """Return the options of the engine that runs `setting`; equal ones share an engine."""
+    options = {"tp": setting.tp, "dtype": setting.dtype, "max_model_len": sizes.longest + 1}
+    for axis in AXES:
+        options |= axis.options(setting, sizes)
+    return options
+
+
+def by_engine(
+    settings: Sequence[Setting], sizes: Sizes
+) -> list[tuple[dict[str, Any], list[Setting]]]:
+    """Group settings by the engine they need, in order."""
+    groups: list[tuple[dict[str, Any], list[Setting]]] = []
+    for setting in settings:
+        options = engine_options(setting, sizes)
+        same = [members for known, members in groups if known == options]
+        if same:
+            same[0].append(setting)
+        else:
+            groups.append((options, [setting]))
+    return groups
+
+
+def what_was_missed(setting: Setting, reach: Reach) -> str:
+    """Say what of `setting` its run did not test; "": all was met."""
+    reasons = [axis.missed(setting, reach) for axis in AXES if not _is_plain(setting, axis)]
+    return ", ".join(filter(None, reasons))
+
+
+def _pruned(plain: Setting, values: Mapping[str, Sequence[Any]]) -> Iterator[Setting]:
+    last = {}
+    for axis in AXES:
+        for value in values[axis.name]:
+            if value != axis.plain:
+                yield _with(plain, {axis.name: value})
+                last[axis.name] = value
+    # A small cache forgets what a prefix cache holds, so these two are not put together.
+    for absent in ("prefix_cache", "pre_empt"):
+        together = {name: value for name, value in last.items() if name != absent}
+        if len(together) > 1:
+            yield _with(plain, together)
+
+
+def _product(plain: Setting, values: Mapping[str, Sequence[Any]]) -> Iterator[Setting]:
+    names = [axis.name for axis in AXES]
+    for chosen in itertools.product(*(values[name] for name in names)):
+        yield _with(plain, dict(zip(names, chosen, strict=True)))
+
+
+def _with(plain: Setting, changes: Mapping[str, Any]) -> Setting:
+    setting = replace(plain, **changes)
+    for axis in AXES:
+        if axis.needs and not _is_plain(setting, axis):
+            least = {name: max(getattr(setting, name), low) for name, low in axis.needs.items()}
+            setting = replace(setting, **least)
+    return setting
+
+
+def _is_plain(setting: Setting, axis: Axis) -> bool:
+    return bool(getattr(setting, axis.name) == axis.plain)

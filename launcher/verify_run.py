@@ -1,0 +1,155 @@
+"""Runs the settings of `unisono verify` on engines and keeps what they answered."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from unisono.launcher.verify_plan import Reach, Setting
+from unisono.runtime.protocol import (
+    Delta,
+    EngineError,
+    Finished,
+    Rejected,
+    RequestRejected,
+    SamplingParams,
+)
+from unisono.workers.protocol import int32s
+
+POLL_S = 0.5
+SEED = 7
+TEMPERATURE = 0.8
+NUM_TOP = 20
+"""Likeliest ids that are compared where log-probabilities are."""
+
+
+class Channel(Protocol):
+    """What is needed of an engine."""
+
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, checksums: bool = False
+    ) -> int: ...
+
+    def poll(self, timeout_s: float) -> Sequence[Delta | Finished | Rejected]: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """What came of one request."""
+
+    prompt: int
+    """Index of its prompt."""
+    token_ids: list[int] = field(default_factory=list)
+    checksums: list[int] = field(default_factory=list)
+    """Of the logits of each token."""
+    logprobs: array[int] = field(default_factory=int32s)
+    prompt_logprobs: array[int] = field(default_factory=int32s)
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A setting and its answers, in the order of submission. `fault`: the engine was lost."""
+
+    setting: Setting
+    answers: list[Answer]
+    reach: Reach
+    fault: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+
+def params_of(setting: Setting, max_tokens: int) -> SamplingParams:
+    """How the answers of `setting` are chosen; all have the same length."""
+    if not setting.seeded:
+        return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return SamplingParams(
+        max_tokens=max_tokens, ignore_eos=True, temperature=TEMPERATURE, seed=SEED
+    )
+
+
+def order_of(setting: Setting, num_prompts: int) -> list[int]:
+    """Return the prompts of the requests of `setting` in order of submission.
+
+    Every prompt once, and again until a batch is full. With a prefix cache all of it twice: what
+    is asked together finds nothing of each other.
+    """
+    count = -(-num_prompts // setting.batch) * setting.batch
+    return [number % num_prompts for number in range(count)] * (2 if setting.prefix_cache else 1)
+
+
+def run_setting(
+    engine: Channel,
+    setting: Setting,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+) -> Run:
+    """Run `setting` on an engine made for it."""
+    params = params_of(setting, max_tokens)
+    answers: list[Answer] = []
+    order = order_of(setting, len(prompts))
+    fault = ""
+    try:
+        for start in range(0, len(order), setting.batch):
+            wave = order[start : start + setting.batch]
+            answers += ask(engine, [(number, prompts[number], params) for number in wave])
+    except RequestRejected:
+        raise
+    except EngineError as error:
+        fault = str(error)
+    return Run(setting=setting, answers=answers, reach=_reach(answers, prompts), fault=fault)
+
+
+def lost(setting: Setting, fault: str) -> Run:
+    """The run of a setting whose engine was lost before it answered."""
+    return Run(setting=setting, answers=[], reach=_reach([], []), fault=fault)
+
+
+Asked = tuple[int, Sequence[int], SamplingParams]
+"""Index of a prompt, its ids, how to answer."""
+
+
+def ask(engine: Channel, asked: Sequence[Asked], marked: int | None = None) -> list[Answer]:
+    """Submit requests together; return their answers once all are there.
+
+    Checksums come with all, or with number `marked` alone. Raises EngineError.
+    """
+    answers: dict[int, Answer] = {}
+    for place, (number, prompt_ids, params) in enumerate(asked):
+        wanted = marked is None or marked == place
+        request_id = engine.submit(prompt_ids, params, checksums=wanted)
+        answers[request_id] = Answer(prompt=number)
+    left = set(answers)
+    while left:
+        for event in engine.poll(POLL_S):
+            _take(answers[event.request_id], event)
+            if not isinstance(event, Delta):
+                left.discard(event.request_id)
+    return list(answers.values())
+
+
+def _take(answer: Answer, event: Delta | Finished | Rejected) -> None:
+    match event:
+        case Delta():
+            answer.token_ids += event.token_ids
+            answer.checksums += event.checksums or ()
+            answer.logprobs += event.logprobs or int32s()
+            answer.prompt_logprobs += event.prompt_logprobs or int32s()
+        case Finished():
+            answer.num_cached_tokens = event.num_cached_tokens
+            answer.num_preemptions = event.num_preemptions
+        case Rejected():
+            raise RequestRejected(event.message)
+
+
+def _reach(answers: Sequence[Answer], prompts: Sequence[Sequence[int]]) -> Reach:
+    return Reach(
+        longest_prompt=max((len(prompt) for prompt in prompts), default=0),
+        num_cached_tokens=sum(answer.num_cached_tokens for answer in answers),
+        num_preemptions=sum(answer.num_preemptions for answer in answers),
+    )

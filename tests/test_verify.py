@@ -1,0 +1,206 @@
+"""`unisono verify` holds on sound models, and finds and names every planted fault."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny import write_checkpoint
+from tests.verify_rig import Fault, opener
+from unisono.launcher.console import Bar
+from unisono.launcher.verify import run_task
+from unisono.launcher.verify_bisect import bisect
+from unisono.launcher.verify_plan import Setting, matrix
+from unisono.launcher.verify_prompts import id_prompts
+from unisono.launcher.verify_report import table_text
+from unisono.launcher.verify_task import Task
+from unisono.models.config_reader import read_model_config
+from unisono.ops.table import Ops
+
+EVERY = {
+    "batch": (1, 4),
+    "chunk": (0, 64),
+    "prefix_cache": (False, True),
+    "pre_empt": (False, True),
+}
+PLAIN = Setting(tp=1, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def write(name: str) -> Path:
+        path = tmp_path_factory.mktemp(name)
+        write_checkpoint(name, path)
+        return path
+
+    return write
+
+
+def task(path: Path, settings: list[Setting], num_prompts: int = 4, max_tokens: int = 6) -> Task:
+    model = read_model_config(path)
+    longest = 120 - max_tokens
+    return Task(
+        settings=settings,
+        prompts=id_prompts(num_prompts, model.vocab_size, longest),
+        max_tokens=max_tokens,
+        model=model,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sound_model_passes(checkpoint: Callable[[str], Path], dtype: str) -> None:
+    path = checkpoint("llama")
+    whole = task(path, matrix((1, 2), (dtype,), EVERY, seeded=True, full=False))
+    verdicts = run_task(whole, opener(path), Bar(None, ""))
+    assert all(verdict.ok for verdict in verdicts), table_text(verdicts)
+    assert {verdict.against for verdict in verdicts} == {"itself", "plain", "1 rank"}
+    assert all(verdict.num_tokens >= 24 for verdict in verdicts if verdict.bound is None)
+    cut = next(verdict for verdict in verdicts if verdict.bound is not None)
+    assert 0 < (cut.relative_rms or 0) < (cut.bound or 0)
+
+
+def company(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """Attention that depends on the number of tokens in the step."""
+
+    def attention(q: Tensor, *args: Any) -> Tensor:
+        out = ops.paged_attention(q, *args)
+        return out if len(q) == 1 or len(q) in LENGTHS else out * (1 + 1e-6)
+
+    return {"paged_attention": attention}
+
+
+LENGTHS = (62, 63, 64, 70)
+
+
+def split_k(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """Products whose sums are cut in two where there are many rows."""
+
+    def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        whole = ops.pack_linear(weight, bias)
+        half = weight.shape[1] // 2
+        low, high = weight[:, :half].clone(), weight[:, half:].clone()
+
+        def product(x: Tensor) -> Tensor:
+            if len(x) <= 70:
+                return whole(x)
+            return x[:, :half] @ low.T + x[:, half:] @ high.T + (0 if bias is None else bias)
+
+        return product
+
+    return {"pack_linear": pack}
+
+
+def off_by_one(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """Rotation by the position before, in a chunk that does not start at 0."""
+
+    def rope(heads: Tensor, num: int, norms: Any, eps: float, cos: Tensor, sin: Tensor, *rest: Any):  # type: ignore[no-untyped-def]
+        starts_later = len(heads) > 1 and not bool((cos[0] == 1).all())
+        if starts_later:
+            cos, sin = cos.roll(1, 0), sin.roll(1, 0)
+        return ops.rope_and_write_kv(heads, num, norms, eps, cos, sin, *rest)
+
+    return {"rope_and_write_kv": rope}
+
+
+def noise(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """A rank whose activation is never twice the same."""
+    if rank != 1:
+        return {}
+    calls = count(1)
+
+    def activation(x: Tensor) -> Tensor:
+        y = ops.silu_and_mul(x)
+        generator = torch.Generator().manual_seed(1000 * next(calls) + len(x))
+        return y + 1e-4 * torch.randn(y.shape, generator=generator)
+
+    return {"silu_and_mul": activation}
+
+
+def mixed_blocks(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """A block that a request found in the cache holds the keys of other places."""
+    found: list[int] = []
+
+    def plan(shape: Any, starts: Any, counts: Any, table: Tensor, window: int = 0) -> Any:
+        is_hit = starts[0] > 0 and counts[0] > 1
+        found[:] = [int(table[0, 0])] if is_hit else []
+        return ops.plan_attention(shape, starts, counts, table, window)
+
+    def rope(*args: Any) -> Tensor:
+        q = ops.rope_and_write_kv(*args)
+        k_cache = args[6]
+        for block in found:
+            k_cache[block] = k_cache[block].roll(1, 1)
+        return q
+
+    return {"plan_attention": plan, "rope_and_write_kv": rope}
+
+
+def bias_first(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """The bias is added on every rank, before the sum."""
+
+    def reduce(partial: Tensor, bias: Tensor | None, group: Any) -> Tensor:
+        return ops.reduce_rows(partial if bias is None else partial + bias, None, group)
+
+    return {"reduce_rows": reduce}
+
+
+def no_sum(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """Partial sums of wide inputs are taken for the whole."""
+
+    def reduce(partial: Tensor, bias: Tensor | None, group: Any) -> Tensor:
+        return partial if bias is None else partial + bias
+
+    return {"reduce_rows": reduce}
+
+
+BATCH = replace(PLAIN, batch=4)
+CHUNK = replace(PLAIN, chunk=64)
+CACHE = replace(PLAIN, prefix_cache=True)
+PAIR = replace(PLAIN, tp=2)
+FAULTS = [
+    pytest.param("llama", company, BATCH, r"layers\.0\.attention paged_attention", True),
+    pytest.param("llama", split_k, BATCH, r"layers\.0\.attention\.qkv linear", True),
+    pytest.param("llama", off_by_one, CHUNK, r"layers\.0\.attention rope_and_write_kv", True),
+    pytest.param("llama", mixed_blocks, CACHE, r"layers\.0\.attention kv_cache", None),
+    pytest.param(
+        "llama", noise, replace(PAIR, batch=4), r"layers\.0\.mlp silu_and_mul.* rank 1", True
+    ),
+    pytest.param(
+        "llama-bias-llama3", bias_first, PAIR, r"layers\.0\.attention\.out reduce_rows", True
+    ),
+    pytest.param("llama", no_sum, PAIR, r"embed reduce_rows", True),
+]
+
+
+@pytest.mark.parametrize(("model", "fault", "setting", "name", "is_gone"), FAULTS)
+def test_a_planted_fault_is_found_and_named(
+    checkpoint: Callable[[str], Path],
+    model: str,
+    fault: Fault,
+    setting: Setting,
+    name: str,
+    is_gone: bool | None,
+) -> None:
+    path = checkpoint(model)
+    settings = list(dict.fromkeys([PLAIN, setting.plain, setting]))
+    if setting.tp > 1 and setting != setting.plain:
+        settings.remove(PLAIN)
+    whole = task(path, settings)
+    open_engine = opener(path, fault)
+    verdicts = run_task(whole, open_engine, Bar(None, ""))
+    bad = next(verdict for verdict in verdicts if verdict.setting == setting)
+    assert not bad.ok, table_text(verdicts)
+    assert bad.first is not None or bad.bound is not None
+    finding = bisect(whole, bad, open_engine)
+    assert re.match(f"first difference: {name}", finding.text), finding.text
+    assert finding.is_gone is is_gone, finding.text

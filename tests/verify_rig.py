@@ -1,0 +1,117 @@
+"""What `unisono verify` needs of an engine, inside one process: ranks are threads of the rig."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.rig import LocalEngine
+from unisono.launcher.verify_bisect import Watch
+from unisono.launcher.verify_run import Channel
+from unisono.ops.by_reference import with_references
+from unisono.ops.table import Ops
+from unisono.runtime.logprobs import take_prompt_logprobs
+from unisono.runtime.protocol import Delta, Finished, Rejected, SamplingParams
+from unisono.runtime.request import Request
+from unisono.runtime.sampling_wire import with_seed
+from unisono.runtime.scheduler import Scheduler
+from unisono.workers.config import BLOCK_SIZE
+from unisono.workers.tracer import Tracer
+
+Fault = Callable[[int, Ops], Mapping[str, Any]]
+"""From a rank and its ops to those it has instead."""
+
+
+class RigChannel:
+    """A scheduler and thread ranks behind `submit` and `poll`."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
+        self._scheduler = Scheduler(eos_token_ids=(), **engine._scheduling)
+        self._num_requests = 0
+
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, checksums: bool = False
+    ) -> int:
+        request = Request(
+            client="test",
+            request_id=self._num_requests,
+            prompt_ids=array("i", prompt_ids),
+            params=with_seed(params),
+            max_tokens=params.max_tokens,
+            arrived_s=0.0,
+            checksums=checksums,
+        )
+        self._num_requests += 1
+        self._scheduler.add(request)
+        return request.request_id
+
+    def poll(self, timeout_s: float) -> list[Delta | Finished | Rejected]:
+        plan = self._scheduler.next_plan()
+        assert plan is not None
+        output, _ = self._engine.step(plan)
+        events: list[Delta | Finished | Rejected] = []
+        for news in self._scheduler.apply(output.tokens, (), output.logprobs, output.checksums):
+            request = news.request
+            events.append(
+                Delta(
+                    request_id=request.request_id,
+                    token_ids=array("i", [news.token_id]),
+                    logprobs=news.logprobs,
+                    prompt_logprobs=take_prompt_logprobs(request),
+                    checksums=None if news.checksum is None else array("q", [news.checksum]),
+                )
+            )
+            if news.reason:
+                events.append(
+                    Finished(
+                        request_id=request.request_id,
+                        reason=news.reason,
+                        num_prompt_tokens=request.num_prompt_tokens,
+                        num_tokens=request.num_answered,
+                        first_token_s=0.0,
+                        total_s=0.0,
+                        num_cached_tokens=request.num_cached_tokens,
+                        num_preemptions=request.num_admissions - 1,
+                    )
+                )
+        return events
+
+
+def opener(
+    checkpoint: Path, fault: Fault = lambda rank, ops: {}, overlay: str = ""
+) -> Callable[[Mapping[str, Any], Watch | None], Any]:
+    """Return what opens engines of `checkpoint` whose ranks have `fault`."""
+
+    @contextmanager
+    def open_engine(options: Mapping[str, Any], watch: Watch | None = None) -> Iterator[Channel]:
+        def ops_of(rank: int, ops: Ops) -> Ops:
+            faulty = replace(ops, **fault(rank, ops))
+            return with_references(faulty, () if watch is None else watch.reference_ops)
+
+        def tracer_of(rank: int) -> Tracer | None:
+            if watch is None:
+                return None
+            return Tracer(watch.trace_dir, rank, values=watch.trace_values)
+
+        yield RigChannel(
+            LocalEngine(
+                checkpoint,
+                tp=options["tp"],
+                dtype=options["dtype"],
+                max_model_len=options["max_model_len"],
+                num_blocks=-(-options["kv_tokens"] // BLOCK_SIZE),
+                max_requests=options["max_requests"],
+                max_step_tokens=options["max_step_tokens"],
+                prefix_cache=not options["no_prefix_cache"],
+                overlay=overlay,
+                ops_of=ops_of,
+                tracer_of=tracer_of,
+            )
+        )
+
+    return open_engine
