@@ -52,7 +52,7 @@ def _tile(outputs: int, rows: int, depth: int, warps: int, stages: int) -> Tile:
 
 # Rows: (most outputs, most inputs, tile); the first that holds the weight serves. Narrow weights
 # need narrow tiles, or too few programs pull at the memory at once. Measured on an H200 by
-# scripts/tune_linear.py; some weights are read faster with a tile of 64 rows, however few there are.
+# scripts/tune_linear.py; some weights are read faster with a tile of 64 rows, however few they are.
 _NARROW: dict[int, tuple[tuple[int, int, Tile], ...]] = {
     16: (
         (960, _ANY, _tile(8, 16, 256, 4, 6)),
