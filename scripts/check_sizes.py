@@ -26,7 +26,14 @@ CORE = (
     "ops/comm.py",
 )
 """Process start, scheduler, worker loop, graph pool, parallel layers: read in an afternoon."""
-INSTRUMENTS = ("runtime/flight.py", "workers/tracer.py", "workers/doctor.py", "workers/probes.py")
+INSTRUMENTS = (
+    "runtime/flight.py",
+    "workers/bench.py",
+    "workers/doctor.py",
+    "workers/probes.py",
+    "workers/timings.py",
+    "workers/tracer.py",
+)
 """What an engine runs without: it watches or measures, and is no part of the core."""
 FILE_LIMIT, FUNCTION_GOAL, FUNCTION_LIMIT, CORE_LIMIT = 450, 60, 70, 6_000
 
