@@ -73,7 +73,8 @@ class Holdings:
 
     def missing(self, request: Request, count: int) -> int:
         """Blocks to take before `request` computes up to `count` more tokens."""
-        return max(blocks_for(request.most_computed + count) - len(request.blocks), 0)
+        lacking = request.most_computed + count - len(request.blocks) * BLOCK_SIZE
+        return blocks_for(lacking) if lacking > 0 else 0
 
     def publish(self, request: Request) -> None:
         """Let others find the blocks that `request` has filled with tokens that are known."""

@@ -31,16 +31,14 @@ def step_plan(
 
 
 def _rows(planned: Sequence[PlannedRow]) -> Rows:
-    rows = Rows()
-    for row in planned:
-        rows.slot.append(row.request.slot)
-        rows.start.append(row.start)
-        rows.count.append(row.count)
-        rows.phase.append(row.phase)
-        rows.drafts.append(row.drafts)
-    if not any(rows.drafts):
-        del rows.drafts[:]
-    return rows
+    drafts = [row.drafts for row in planned]
+    return Rows(
+        slot=int32s([row.request.slot for row in planned]),
+        start=int32s([row.start for row in planned]),
+        count=int32s([row.count for row in planned]),
+        phase=int32s([row.phase for row in planned]),
+        drafts=int32s(drafts if any(drafts) else []),
+    )
 
 
 def _open_arrays(

@@ -89,7 +89,7 @@ class Request:
     @property
     def in_prompt(self) -> bool:
         """Whether tokens that its slot was opened with are still to be planned."""
-        return self.next_start < self.num_given
+        return self.num_computed + self.num_ahead < self.num_given
 
     @property
     def next_start(self) -> int:
@@ -99,12 +99,17 @@ class Request:
     @property
     def most_computed(self) -> int:
         """Tokens that are computed when all steps in flight are done, at the most."""
-        return self.next_start + self.num_drafts
+        return self.num_computed + self.num_ahead + self.num_drafts
 
     @property
     def num_left(self) -> int:
         """Tokens still to be computed after the steps in flight, at the least."""
-        return self.num_prompt_tokens + self.max_tokens - 1 - self.most_computed
+        return len(self.prompt_ids) + self.max_tokens - 1 - self.most_computed
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether more than tokens is wanted of it."""
+        return self.checksums or self.params.logprobs is not None
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

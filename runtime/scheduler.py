@@ -20,6 +20,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from unisono.runtime.block_ledger import BlockLedger
 from unisono.runtime.holdings import Holdings
@@ -33,9 +34,17 @@ from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.protocol import Phase, StepPlan
 
 
-@dataclass(frozen=True, slots=True)
+Records = tuple[array[int] | None, int | None]
+"""Log-probabilities and checksum of one token, where they are wanted."""
+_NO_RECORDS: Records = (None, None)
+
+
+@dataclass(slots=True)
 class NewToken:
-    """One token of a request; `reason` is set if the answer ends with it."""
+    """One token of a request; `reason` is set if the answer ends with it.
+
+    Not frozen: there are many, and that costs.
+    """
 
     request: Request
     token_id: int
@@ -76,7 +85,7 @@ class Scheduler:
         self._holdings = Holdings(num_blocks, max_requests, num_states, prefix_cache)
         self._num_arrived = 0
         self._waiting: list[Request] = []
-        self._running: list[Request] = []
+        self._running: list[Request] = []  # in order of rank, as those that wait
         self._flights: deque[Flight] = deque()
         self._step = 0
 
@@ -195,18 +204,21 @@ class Scheduler:
         cutter = LogprobCutter(logprobs)
         sums = iter(checksums or ())
         for row in flight.rows:
-            cutter.give_prompt(row.request, row.start, row.count)
-        due = iter(counts or [1] * sum(row.phase != Phase.CHUNK for row in flight.rows))
+            if row.request.params.prompt_logprobs is not None:
+                cutter.give_prompt(row.request, row.start, row.count)
+        due = iter(counts) if counts else repeat(1)
         news: list[NewToken] = []
         end = 0
         for row in flight.rows:
-            is_chunk = row.phase == Phase.CHUNK
+            is_chunk = row.phase is Phase.CHUNK
             count = 0 if is_chunk else next(due)
             end += count
-            records = [
-                (cutter.cut(row.request), next(sums) if row.request.checksums else None)
-                for _ in range(count)
-            ]
+            records: list[Records] = [_NO_RECORDS] * count
+            if count and row.request.is_watched:
+                records = [
+                    (cutter.cut(row.request), next(sums) if row.request.checksums else None)
+                    for _ in range(count)
+                ]
             # A request that has ended meanwhile had its row in vain.
             if row.request.slot:
                 assert is_chunk or 1 <= count <= 1 + row.drafts, row
@@ -256,8 +268,7 @@ class Scheduler:
         """
         planned: list[PlannedRow] = []
         budget = self._max_step_tokens
-        decoding = [request for request in self._running if not request.in_prompt]
-        for request in sorted(decoding, key=_rank):
+        for request in [request for request in self._running if not request.in_prompt]:
             # Victims have the last rank, so none of them is planned already.
             if not request.slot or not self._may_decode(request):
                 continue
@@ -281,8 +292,7 @@ class Scheduler:
 
     def _plan_prompts(self, budget: int) -> list[PlannedRow]:
         planned: list[PlannedRow] = []
-        prompts = [request for request in self._running if request.in_prompt]
-        for request in sorted(prompts, key=_rank):
+        for request in [request for request in self._running if request.in_prompt]:
             count, phase = _prompt_row(request, budget)
             if count:
                 planned.append(PlannedRow(request, request.next_start, count, phase, 0))
@@ -302,7 +312,7 @@ class Scheduler:
         while not self.ledger.can_take(missing):
             if self._flights:
                 return False
-            victim = max(self._running, key=_rank)
+            victim = self._running[-1]
             self._close(victim)
             self._enqueue(victim)
             self.num_preemptions += 1
@@ -319,7 +329,7 @@ class Scheduler:
             if request.num_admissions == 0:
                 request.num_cached_tokens = request.num_computed
             request.num_admissions += 1
-            self._running.append(request)
+            insort(self._running, request, key=_rank)
             opened.append(request)
         return opened
 
@@ -327,7 +337,7 @@ class Scheduler:
         self,
         row: PlannedRow,
         tokens: Sequence[int],
-        records: Sequence[tuple[array[int] | None, int | None]],
+        records: Sequence[Records],
     ) -> list[NewToken]:
         """Take what a row in flight has answered, up to the first token that ends the answer.
 
@@ -344,7 +354,8 @@ class Scheduler:
             news.append(NewToken(request, token_id, reason, *record))
             if reason is not None:
                 break
-        self._holdings.publish(request)
+        if request.num_computed >= (request.num_published + 1) * BLOCK_SIZE:
+            self._holdings.publish(request)
         if news and news[-1].reason is not None:
             self._close(request)
         return news

@@ -85,9 +85,9 @@ def measure(ranks: int, rows: int, steps: int, spin: bool) -> dict[str, list[flo
             times.append(time.perf_counter())
             while spin and not wait_readable([hub], 0):
                 pass
-            tokens = workers.receive(plan.step)
+            result = workers.receive(plan.step)
             times.append(time.perf_counter())
-            scheduler.apply(tokens)
+            scheduler.apply(result.tokens, result.counts, result.logprobs)
             times.append(time.perf_counter())
             is_steady = len(plan.rows) == rows and set(plan.rows.phase) == {Phase.DECODE}
             done += is_steady
@@ -136,10 +136,12 @@ def engine(ranks: int) -> Iterator[tuple[WorkerGroup, Hub]]:
             for _ in workers.wait_loaded():
                 pass
             workers.allocate(1)
-            yield workers, hub
-            workers.shutdown()
-            for child in children:
-                child.join()
+            try:
+                yield workers, hub
+            finally:
+                workers.shutdown()
+                for child in children:
+                    child.join()
 
 
 def rank_main(endpoint: str, rank: int) -> None:

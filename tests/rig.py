@@ -8,10 +8,11 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -147,7 +148,7 @@ class LocalEngine:
         self.max_model_len = max_model_len
         self._path = "" if isinstance(model, ModelConfig) else str(model)
         self._dtype, self._device, self._graphs = torch_dtype(dtype), device, graphs
-        self._scheduling = {
+        self._scheduling: dict[str, Any] = {
             "num_blocks": num_blocks,
             "max_requests": max_requests,
             "max_model_len": max_model_len,
@@ -155,7 +156,6 @@ class LocalEngine:
             "prefix_cache": prefix_cache,
             "max_in_flight": max_in_flight,
         }
-        self._max_in_flight = max_in_flight
         self.num_preemptions = 0
         self.num_cached_tokens: list[int] = []
         self.ranks = run_ranks(tp, self._build_rank)
@@ -168,18 +168,26 @@ class LocalEngine:
         eos_token_ids: Sequence[int] = (),
         before_step: Callable[[int], None] = lambda step: None,
         params: Sequence[SamplingParams] = (),
+        priorities: Sequence[int] = (),
+        aborts: Mapping[int, int] = MappingProxyType({}),
+        scheduling: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[Answer]:
         """Answer greedily, or request i by params[i], where max_tokens is the argument's.
 
-        Request i arrives before step arrivals[i] (default: at once). Results are applied as late
-        as the real engine may: when `max_in_flight` steps have run.
+        Request i arrives before step arrivals[i] (default: at once) and leaves before step
+        aborts[i], if it is there and that is later. Results are applied as late as the real engine
+        may: when `max_in_flight` steps have run. `scheduling` overrides, for this call, what the
+        engine was made with; no more blocks and requests than that.
         """
-        scheduler = Scheduler(eos_token_ids=eos_token_ids, **self._scheduling)
+        settings = {**self._scheduling, **scheduling}
+        scheduler = Scheduler(eos_token_ids=eos_token_ids, **settings)
         answers = [Answer() for _ in prompts]
         asked = [
             (arrivals[i] if arrivals else 0, self._request(i, prompt, max_tokens, params))
             for i, prompt in enumerate(prompts)
         ]
+        for i, priority in enumerate(priorities):
+            asked[i][1].priority = priority
         waiting = list(asked)
         due: deque[tuple[list[int], StepOutput, list[Tensor]]] = deque()
         step = 0
@@ -187,13 +195,15 @@ class LocalEngine:
             for arrival, request in [entry for entry in waiting if entry[0] <= step]:
                 scheduler.add(request)
                 waiting.remove((arrival, request))
+            for leaver in [i for i, last in aborts.items() if last == step]:
+                scheduler.abort("test", leaver)
             before_step(step)
             step += 1
             plan = scheduler.next_plan()
             scheduler.audit()
             if plan is not None:
                 due.append((_owners(plan, asked), *self.step(plan)))
-            if due and (plan is None or len(due) == self._max_in_flight):
+            if due and (plan is None or len(due) == settings["max_in_flight"]):
                 owners, output, logits = due.popleft()
                 for news in scheduler.apply(output.tokens, (), output.logprobs):
                     answer = answers[news.request.request_id]

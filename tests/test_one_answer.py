@@ -7,8 +7,10 @@ same bits. An op lands only with its row here.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -411,7 +413,7 @@ def test_scratch_never_reaches_a_live_row(checkpoint: Path) -> None:
 
 
 def test_seeded_answers_alone_and_in_company(tmp_path: Path) -> None:
-    """A seeded request answers the same alone, beside any others, in any row, on 1 to 3 ranks."""
+    """B70: a seeded request answers the same alone, in any company and row, on 1 to 3 ranks."""
     write_checkpoint("llama", tmp_path)
     prompts = [random_ids(count, seed=count) for count in (1, 5, 12, 64, 70)] * 2
     seeded = [
@@ -452,7 +454,7 @@ def test_seeded_answers_alone_and_in_company(tmp_path: Path) -> None:
 
 
 def test_biases_penalties_and_late_ends_hold_at_every_position(tmp_path: Path) -> None:
-    """Whatever greedy decoding would say next is barred, and an end comes when it may."""
+    """B71: whatever greedy decoding would say next is barred, and an end comes when it may."""
     write_checkpoint("llama", tmp_path)
     engine = LocalEngine(tmp_path, tp=2)
     prompt = random_ids(12)
@@ -481,8 +483,27 @@ def test_biases_penalties_and_late_ends_hold_at_every_position(tmp_path: Path) -
         assert not {*answer.token_ids[:8]} & {*ends}
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_min_p_bars_the_unlikely_at_every_position(tp: int, tmp_path: Path) -> None:
+    """B71: beside greedy and unfiltered company; without it the unlikely come too."""
+    write_checkpoint("llama", tmp_path)
+    engine = LocalEngine(tmp_path, tp=tp)
+    wild = SamplingParams(temperature=5.0, seed=4)
+    strict = replace(wild, min_p=0.5)
+    company = [strict, SamplingParams(), wild, strict]
+    answers = engine.generate([random_ids(9)] * 4, max_tokens=24, params=company)
+    gaps = []
+    for answer in answers:
+        logits, ids = torch.stack(answer.logits) / 5.0, torch.tensor(answer.token_ids)
+        gaps.append(logits.amax(1) - logits[torch.arange(24), ids])
+    assert float(max(gaps[0].max(), gaps[3].max())) <= math.log(2) + 1e-6
+    assert float(gaps[0].max()) > 0.05
+    assert float(gaps[2].max()) > math.log(2)
+    assert answers[0].token_ids == answers[3].token_ids
+
+
 def test_prompts_that_share_a_seed_share_no_noise(tmp_path: Path) -> None:
-    """With logits all but equal (a high temperature) the answers of two prompts are unrelated."""
+    """B73: with logits all but equal (a high temperature) two prompts have unrelated answers."""
     write_checkpoint("llama", tmp_path)
     engine = LocalEngine(tmp_path)
     params = SamplingParams(temperature=100.0, seed=3)

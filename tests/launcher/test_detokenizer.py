@@ -96,6 +96,7 @@ def test_raw_bytes_join_to_the_decoded_text(kind: str, data: st.DataObject):
 @pytest.mark.parametrize("kind", ["byte-level", "sentence-piece", "demo"])
 @pytest.mark.parametrize("size", range(1, 9))
 def test_varied_text_survives_chunks(kind: str, size: int):
+    """B77: emoji, Hangul, Thai, spaces, code, special tokens."""
     for text in TEXTS:
         ids = backend_of(kind).encode(text, add_special_tokens=False).ids
         for skip in (True, False):
@@ -151,6 +152,7 @@ def test_only_the_first_space_of_a_text_is_stripped():
     [("byte-level", 0x80), ("byte-level", 0xE2), ("sentence-piece", 0x80), ("demo", 0xE2)],
 )
 def test_a_long_stream_of_unknown_characters_is_delivered_in_linear_time(kind: str, piece: int):
+    """B75: each token is a U+FFFD of its own and is delivered."""
     name = f"<0x{piece:02X}>" if kind == "sentence-piece" else piece_of_byte(piece)
     ids = [backend_of(kind).token_to_id(name)] * 4000
     stream = stream_of(kind)

@@ -71,12 +71,14 @@ def test_any_pieces_give_the_text_before_the_first_match(text, stops, sizes):
     ],
 )
 def test_the_earliest_match_wins_over_list_order(stops, text, shown):
+    """B63: also a stop of one character."""
     for order in (stops, stops[::-1]):
         search = StopStrings(order).search()
         assert (search.push(text), search.found, search.flush()) == (shown, True, "")
 
 
 def test_only_a_real_prefix_is_held_back():
+    """B68: what cannot become a match is shown at once."""
     search = StopStrings(("</end>",)).search()
     assert [search.push(piece) for piece in ("a <", "b </e", "n", "x")] == [
         "a ",
@@ -181,6 +183,7 @@ def test_streams_equal_the_whole_text_cut_where_it_stops(kind, data):
 
 
 def test_seven_drafts_and_a_stop_in_the_first_accepted_token():
+    """B62, B63: text and ids end there, and nothing behind it is shown."""
     ids = TOKENIZERS["byte-level"].encode("ab.cdefghij", add_special_tokens=False)
     answer, engine = answered("byte-level", ids, [2, 8], (".",))
     assert (answer.text, answer.finish_reason) == ("ab", "stop")
@@ -190,7 +193,7 @@ def test_seven_drafts_and_a_stop_in_the_first_accepted_token():
 
 
 def test_thousands_of_broken_characters_come_in_time():
-    """Each of the 4,000 tokens is an invalid byte; no window is decoded again and again."""
+    """B75: each of the 4,000 tokens is an invalid byte; no window is decoded again and again."""
     broken = byte_level_tokenizer().encode("é").ids[1]
     start = time.perf_counter()
     answer, _ = answered("byte-level", [broken] * 4000, [1], ("never",))

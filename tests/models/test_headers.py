@@ -110,6 +110,7 @@ def test_two_copies_without_an_index_are_refused(shards: Path) -> None:
 
 
 def test_missing_shards_are_listed(shards: Path) -> None:
+    """B79: with an index and without."""
     (shards / TWO).unlink()
     assert f"1 of 2 shards are missing: {TWO}" in refusal(shards)
     (shards / INDEX).unlink()
@@ -117,6 +118,7 @@ def test_missing_shards_are_listed(shards: Path) -> None:
 
 
 def test_a_stale_index_names_file_and_tensor(shards: Path) -> None:
+    """B79."""
     index(shards, {"a": ONE, "b": ONE, "c": TWO, "d": TWO})
     assert f"{TWO}: holds no tensor d, which {INDEX} places there" in refusal(shards)
     index(shards, {"a": TWO, "b": ONE, "c": TWO})
@@ -136,6 +138,7 @@ def test_an_index_reaches_no_other_directory(place: object, shards: Path) -> Non
 
 
 def test_directories_without_weights(tmp_path: Path) -> None:
+    """B79: empty, other formats, a directory of such a name."""
     assert not has_safetensors(tmp_path)
     assert "no model.safetensors and no model.safetensors.index.json" in refusal(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
@@ -149,6 +152,7 @@ def test_directories_without_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [1, 1 << 20])
 def test_a_truncated_file_names_the_first_tensor_lost(cut: int, tmp_path: Path) -> None:
+    """B81: by a byte and by a MiB."""
     file = save(tmp_path / "model.safetensors", a=torch.zeros(300_000), b=torch.zeros(8))
     os.truncate(file, file.stat().st_size - cut)
     message = refusal(tmp_path)
@@ -160,6 +164,7 @@ def test_a_truncated_file_names_the_first_tensor_lost(cut: int, tmp_path: Path) 
 
 @pytest.mark.parametrize("size", [0, 7, 8, 20])
 def test_a_file_cut_inside_its_header(size: int, tmp_path: Path) -> None:
+    """B81."""
     file = save(tmp_path / "model.safetensors", a=torch.zeros(8))
     os.truncate(file, size)
     assert f"{file}: damaged or truncated: a header of" in refusal(tmp_path)
@@ -192,6 +197,7 @@ def test_a_file_cut_inside_its_header(size: int, tmp_path: Path) -> None:
     ids=lambda value: str(value)[:40],
 )
 def test_damaged_headers(header: object, data: bytes, words: str, tmp_path: Path) -> None:
+    """B81."""
     file = raw(tmp_path / "model.safetensors", header, data)
     message = refusal(tmp_path)
     assert str(file) in message
@@ -199,6 +205,7 @@ def test_damaged_headers(header: object, data: bytes, words: str, tmp_path: Path
 
 
 def test_a_huge_header_length_takes_no_memory(tmp_path: Path) -> None:
+    """B81."""
     raw(tmp_path / "model.safetensors", {}, length=2**63)
     assert "a header of 9223372036854775808 bytes in a file of 10" in refusal(tmp_path)
 
