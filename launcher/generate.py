@@ -122,6 +122,8 @@ def command(
     with Engine(launch, cluster) as engine:
         with console.loading() as progress:
             ready = engine.start(progress)
+        if console.is_watched:
+            console.note(ready_line(ready, prepared.worker.tp))
         started = time.monotonic()
         numerics = numerics_of(ready, prepared.worker.tp)
         with closing(answer_all(engine, tokenizer, requests, params, numerics)) as events:
@@ -157,6 +159,17 @@ def show(
                     console.write(text)
                 answers.append(answer)
     return answers
+
+
+def ready_line(ready: EngineReady, ranks: int) -> str:
+    """Say where the memory of the rank that takes most of it goes."""
+    tokens = ready.num_blocks * ready.block_size
+    parts = [f"weights {_gib(ready.weight_bytes)}"]
+    if ready.activation_bytes:
+        parts.append(f"activations {_gib(ready.activation_bytes)}")
+    parts.append(f"KV {_gib(ready.num_blocks * ready.block_bytes)} ({_count(tokens, 'token')})")
+    each = " a rank" if ranks > 1 else ""
+    return f"ready: {_count(ranks, 'rank')} on {ready.device}, {', '.join(parts)}{each}"
 
 
 def closing_line(answers: Sequence[Answer], seconds: float, ready: EngineReady, ranks: int) -> str:
@@ -262,6 +275,10 @@ def _speed(tokens: int, seconds: float) -> str:
     if tokens < 1 or seconds <= 0:
         return ""
     return f"{tokens / seconds:.1f} tok/s, {1000 * seconds / tokens:.1f} ms a token, "
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
 
 
 def _count(number: int, thing: str) -> str:

@@ -153,6 +153,7 @@ def _worker_orders(config: LaunchConfig, wiring: Wiring, rank: int, threads: int
         rank=rank,
         endpoint=wiring.worker_endpoint,
         session=wiring.session,
+        max_step_tokens=config.runtime.max_step_tokens,
         log_level=config.log_level,
         threads=threads,
         curve=None if wiring.curve is None else wiring.curve.public_only(),

@@ -88,10 +88,12 @@ def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
     loaded = _bring_up(clients, workers)
     for rank, report in sorted(loaded.items()):
         log.info(
-            "rank %d: %.1f MiB of weights, offers %d KV blocks",
+            "rank %d: %.1f MiB of weights, %.1f MiB for a step, offers %d KV blocks of %.2f MiB",
             rank,
             report.weight_bytes / 2**20,
+            report.activation_bytes / 2**20,
             report.num_blocks,
+            report.block_bytes / 2**20,
         )
     num_blocks = min(report.num_blocks for report in loaded.values())
     workers.allocate(num_blocks)
@@ -112,6 +114,9 @@ def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
             device=loaded[0].device,
             dtype=loaded[0].dtype,
             rank_pids=workers.pids,
+            weight_bytes=max(report.weight_bytes for report in loaded.values()),
+            activation_bytes=max(report.activation_bytes for report in loaded.values()),
+            block_bytes=max(report.block_bytes for report in loaded.values()),
         ),
     )
     gc.freeze()  # nothing made at start-up is looked at again by the collector

@@ -157,13 +157,18 @@ class Starting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReady:
-    """Every rank is ready. Measured facts, the minimum over ranks."""
+    """Every rank is ready. Measured facts: the fewest blocks, the most bytes of any rank."""
 
     num_blocks: int
     block_size: int
     device: str
     dtype: str
     rank_pids: array[int]
+    weight_bytes: int = 0
+    activation_bytes: int = 0
+    """What the largest step takes for a while; 0: not measured."""
+    block_bytes: int = 0
+    """Of one KV block, all layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

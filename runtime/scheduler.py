@@ -33,8 +33,7 @@ from unisono.runtime.stopping import finish_reason
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.protocol import Phase, StepPlan
 
-
-Records = tuple[array[int] | None, int | None]
+Records = tuple["array[int] | None", int | None]
 """Log-probabilities and checksum of one token, where they are wanted."""
 _NO_RECORDS: Records = (None, None)
 

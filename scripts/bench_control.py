@@ -148,7 +148,17 @@ def rank_main(endpoint: str, rank: int) -> None:
     """A rank that computes nothing: each sampling row gets the token 7."""
     with Peer(endpoint, f"rank {rank}", WORKER_COMMANDS, SESSION) as peer:
         peer.send(Hello(rank=rank, pid=os.getpid(), host="bench", config_digest=""))
-        peer.send(Loaded(rank=rank, num_blocks=1, device="none", dtype="none", weight_bytes=0))
+        peer.send(
+            Loaded(
+                rank=rank,
+                num_blocks=1,
+                device="none",
+                dtype="none",
+                weight_bytes=0,
+                activation_bytes=0,
+                block_bytes=0,
+            )
+        )
         while True:
             match peer.receive(None):
                 case StepPlan(step=step, rows=rows):

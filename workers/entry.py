@@ -85,6 +85,7 @@ def _run_rank(orders: WorkerOrders, store: dist.Store | None) -> int:
 def _obey(orders: WorkerOrders, store: dist.Store | None, peer: Peer, report: Reporter) -> None:
     prepare_environment(os.environ)
     from unisono.workers import device
+    from unisono.workers.memory import out_of_memory_explained
     from unisono.workers.worker import Worker
 
     device.set_threads(orders.threads, os.environ)
@@ -94,8 +95,9 @@ def _obey(orders: WorkerOrders, store: dist.Store | None, peer: Peer, report: Re
         if orders.rank == 0:
             store.set(ORDERS_KEY, to_json(orders))
     worker = Worker(orders, peer, report)
-    worker.start(store)
-    worker.run()
+    with out_of_memory_explained():
+        worker.start(store)
+        worker.run()
     report.note("leave the group")
     device.leave_group()
 

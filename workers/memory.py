@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +49,7 @@ def host_budget(free: int, ranks: int, utilization: float) -> Budget:
         most=free // ranks,
         per_utilization=free / ranks,
         utilization=used,
-        what=f"the host's {_gib(free)} free for {ranks} rank{'s' * (ranks > 1)}",
+        what=f"the host's {gib(free)} free for {ranks} rank{'s' * (ranks > 1)}",
     )
 
 
@@ -66,8 +69,8 @@ def card_budget(
         most=most,
         per_utilization=total,
         utilization=used,
-        what=f"the card's {_gib(total)}, less {_gib(weights)} of weights and {_gib(activations)} "
-        "of activations",
+        what=f"the card's {gib(total)}, less {gib(weights)} of weights and {gib(activations)} "
+        "for a step,",
     )
 
 
@@ -81,9 +84,9 @@ def offer_blocks(config: WorkerConfig, bytes_of_block: int, budget: Budget) -> i
         fits = budget.most // bytes_of_block
         if wanted > fits:
             raise OutOfMemory(
-                f"--kv-tokens {config.kv_tokens} takes {_gib(wanted * bytes_of_block)} of memory "
-                f"on this rank and {_gib(budget.most)} can be had ({budget.what}): lower it to "
-                f"{fits * BLOCK_SIZE}, or free {_gib(wanted * bytes_of_block - budget.most)}"
+                f"--kv-tokens {config.kv_tokens} takes {gib(wanted * bytes_of_block)} of memory "
+                f"on this rank and {gib(budget.most)} can be had ({budget.what}): lower it to "
+                f"{fits * BLOCK_SIZE}, or free {gib(wanted * bytes_of_block - budget.most)}"
             )
         return wanted
     if budget.share < bytes_of_block:
@@ -94,18 +97,33 @@ def offer_blocks(config: WorkerConfig, bytes_of_block: int, budget: Budget) -> i
 
 def _no_block(bytes_of_block: int, budget: Budget) -> str:
     said = (
-        f"one KV block of {BLOCK_SIZE} tokens takes {_gib(bytes_of_block)}, and "
+        f"one KV block of {BLOCK_SIZE} tokens takes {gib(bytes_of_block)}, and "
         f"--memory-utilization {budget.utilization:g} of {budget.what} leaves "
-        f"{_gib(max(budget.share, 0))}"
+        f"{gib(max(budget.share, 0))}"
     )
     if budget.most < bytes_of_block:
-        return (
-            f"{said}: free {_gib(bytes_of_block - budget.most)}, or spread over more ranks (--tp)"
-        )
+        return f"{said}: free {gib(bytes_of_block - budget.most)}, or spread over more ranks (--tp)"
     missing = (bytes_of_block - budget.share) / budget.per_utilization
     # Rounded up: the value that is named must be enough.
     enough = min(math.ceil((budget.utilization + missing) * 1000 + 1) / 1000, 1.0)
     return f"{said}: raise it to at least {enough:g}"
+
+
+@contextmanager
+def out_of_memory_explained() -> Iterator[None]:
+    """Turn torch's report that a GPU has no memory left, of many lines, into an OutOfMemory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        said = str(error)
+        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", said)
+        free = re.search(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free", said)
+        wanted = f"{asked[1]} more are needed" if asked else "more is needed"
+        left = f" and {free[2]} of its {free[1]} are free" if free else ""
+        raise OutOfMemory(
+            f"the memory of the GPU is full: {wanted}{left}: spread over more ranks (--tp), lower "
+            "--memory-utilization, --max-step-tokens or --max-requests, or end what else uses it"
+        ) from error
 
 
 def available_bytes() -> int:
@@ -117,8 +135,21 @@ def available_bytes() -> int:
     limit = "".join(_lines("/sys/fs/cgroup/memory.max")).strip()
     used = "".join(_lines("/sys/fs/cgroup/memory.current")).strip()
     if limit.isdigit() and used.isdigit():
-        available = min(available, max(int(limit) - int(used), 0))
+        # Pages of files count as used, and are given up when memory is wanted.
+        cached = sum(
+            int(line.split()[1])
+            for line in _lines("/sys/fs/cgroup/memory.stat")
+            if line.startswith("inactive_file ")
+        )
+        available = min(available, max(int(limit) - int(used) + cached, 0))
     return available
+
+
+def free_bytes(device: torch.device, ranks: int) -> int:
+    """What is free for one rank: of the current GPU, or of a host that `ranks` ranks share."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    return available_bytes() // ranks
 
 
 def _lines(path: str) -> list[str]:
@@ -129,5 +160,6 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def _gib(count: int) -> str:
+def gib(count: int) -> str:
+    """Return `count` bytes for a message."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.2f} MiB"

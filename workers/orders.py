@@ -44,6 +44,8 @@ class WorkerOrders:
     endpoint: str
     """Where the runtime's ROUTER for ranks listens."""
     session: str
+    max_step_tokens: int = 0
+    """Most tokens of a step, or one KV block if that is more: what memory must be kept for."""
     log_level: str = "warning"
     threads: int = 0
     """CPU threads of this rank; 0: cores divided by ranks of this host."""

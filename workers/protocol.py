@@ -244,6 +244,10 @@ class Loaded:
     device: str
     dtype: str
     weight_bytes: int
+    activation_bytes: int
+    """What the largest step takes for a while; 0 on the CPU, where it is not measured."""
+    block_bytes: int
+    """Of one KV block, all layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,15 +31,23 @@ from unisono.workers.config import WorkerConfig
 from unisono.workers.decode_steps import DecodeSteps
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
-from unisono.workers.memory import available_bytes, block_bytes, host_budget, offer_blocks
+from unisono.workers.memory import (
+    available_bytes,
+    block_bytes,
+    free_bytes,
+    host_budget,
+    offer_blocks,
+)
 from unisono.workers.model_runner import LateOutput, ModelRunner, StepOutput
 from unisono.workers.orders import WorkerOrders
+from unisono.workers.profile_run import measure_budget
 from unisono.workers.protocol import Allocate, Loaded, Ready, Shutdown, StepPlan, StepResult
 from unisono.workers.reporter import Reporter
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
 from unisono.workers.step_buffers import StepBuffers
 from unisono.workers.tracer import Tracer
+from unisono.workers.weight_memory import check_weights, weight_bytes
 
 _PROGRESS_EVERY_S = 0.1
 STEPS_AT_ONCE = 2
@@ -60,6 +68,7 @@ class Worker:
 
     def __init__(self, orders: WorkerOrders, peer: Peer, report: Reporter) -> None:
         self._config: WorkerConfig = orders.config
+        self._max_step_tokens = orders.max_step_tokens
         self._rank = orders.rank
         self._peer = peer
         self._report = report
@@ -74,8 +83,13 @@ class Worker:
 
     def start(self, store: dist.Store | None) -> None:
         """Join the group, load the weights, build the runner and offer KV memory."""
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # Before the ranks meet: none of them has begun to load yet.
+        free = free_bytes(self._device, ranks_here)
         self._report.enter("join the group")
         self._group = devices.join_group(self._rank, self._config.tp, self._device, store)
+        self._report.enter("check memory")
+        check_weights(self._partition, self._rank, self._dtype, self._device.type, free)
         self._report.enter("prove exactness")
         ops = dispatch.resolve(self._device, self._config.model.head_dim)
         ops = with_references(ops, self._config.reference_ops)
@@ -87,22 +101,27 @@ class Worker:
         model = self._load(Build(ops, self._group, self._dtype, self._device, tap=tap))
         self._report.enter("take memory")
         self._runner = self._build_runner(ops, model)
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        offered = offer_blocks(
-            self._config,
-            block_bytes(self._partition, self._rank, self._dtype),
-            host_budget(available_bytes(), ranks_here, self._config.memory_utilization),
-        )
+        activations = 0
+        if self._device.type == "cuda":
+            activations, budget = measure_budget(
+                self._config, self._max_step_tokens, self._runner, self._cache, free
+            )
+        else:
+            utilization = self._config.memory_utilization
+            budget = host_budget(available_bytes(), ranks_here, utilization)
+        bytes_of_block = block_bytes(self._partition, self._rank, self._dtype)
+        offered = offer_blocks(self._config, bytes_of_block, budget)
         self._peer.send(
             Loaded(
                 rank=self._rank,
                 num_blocks=offered,
                 device=str(self._device),
                 dtype=self._config.dtype,
-                weight_bytes=sum(
-                    spec.num_elements * self._dtype.itemsize
-                    for spec in self._partition.weights(self._rank)
+                weight_bytes=weight_bytes(
+                    self._partition, self._rank, self._dtype, self._device.type
                 ),
+                activation_bytes=activations,
+                block_bytes=bytes_of_block,
             )
         )
 

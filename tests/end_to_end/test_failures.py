@@ -228,3 +228,19 @@ def test_a_cache_that_does_not_fit_says_what_helps(model: str) -> None:
         *("generate", model, "hello", "--memory-utilization", "0.5", "--kv-tokens", "64"), code=2
     )
     assert "give one of the two" in last_line(err)
+
+
+def test_weights_that_do_not_fit_are_refused_before_one_is_read(tmp_path: Path) -> None:
+    env = plant(
+        tmp_path,
+        None,
+        {
+            "unisono.workers.memory:available_bytes": "def planted(original):\n    return 8 << 30",
+            "unisono.models.ledger:fill_weights": "def planted(original, *args):\n    1 / 0",
+        },
+    )
+    _, err = run("generate", "shape:qwen3-32b", "--prompt-ids", "1", "--tp", "2", env=env, code=1)
+    line = last_line(err)
+    assert "failed in phase 'check memory': OutOfMemory: rank " in line
+    assert "needs 61.03 GiB for its weights and 4.00 GiB are free for it on this host" in line
+    assert line.endswith("use a host with more than 122.05 GiB free")

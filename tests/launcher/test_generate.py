@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.launcher.fakes import EOS, FakeEngine, FakeTokenizer, write_checkpoin
 from unisono.launcher import cli
 from unisono.launcher.answering import Answer, Piece, Request, answer_all, check_prompts
 from unisono.launcher.console import Console
-from unisono.launcher.generate import closing_line, show
+from unisono.launcher.generate import closing_line, ready_line, show
 from unisono.launcher.prompts import Prompt
 from unisono.runtime.protocol import EngineReady, RequestRejected, SamplingParams, WorkerLost
 from unisono.workers.config import WorkerConfig
@@ -288,6 +289,17 @@ def test_prompts_are_checked(ids, message):
 
 
 # What is shown
+
+
+def test_the_ready_line_says_where_the_memory_goes():
+    ready = replace(READY, num_blocks=18816, weight_bytes=2**33, block_bytes=6 << 20)
+    assert ready_line(ready, 1) == (
+        "ready: 1 rank on cuda, weights 8.0 GiB, KV 110.2 GiB (1,204,224 tokens)"
+    )
+    assert ready_line(replace(ready, activation_bytes=400 << 20), 2) == (
+        "ready: 2 ranks on cuda, weights 8.0 GiB, activations 400.0 MiB, "
+        "KV 110.2 GiB (1,204,224 tokens) a rank"
+    )
 
 
 READY = EngineReady(

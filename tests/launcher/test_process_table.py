@@ -81,6 +81,7 @@ def test_orders_carry_the_config_and_the_wiring():
         rank=1,
         endpoint="ipc:///p/worker",
         session="s",
+        max_step_tokens=launch.runtime.max_step_tokens,
         log_level="debug",
         threads=4,
     )

@@ -258,7 +258,17 @@ def failing_runtime(directory: Path, delay_s: float) -> tuple[int, Path]:
         Peer(ends[1], "rank 0", WORKER_COMMANDS, session) as rank,
     ):
         rank.send(Hello(rank=0, pid=1, host="h", config_digest="d"))
-        rank.send(Loaded(rank=0, num_blocks=8, device="cpu", dtype="float32", weight_bytes=0))
+        rank.send(
+            Loaded(
+                rank=0,
+                num_blocks=8,
+                device="cpu",
+                dtype="float32",
+                weight_bytes=0,
+                activation_bytes=0,
+                block_bytes=0,
+            )
+        )
         assert rank.receive(20) is not None
         rank.send(Ready(rank=0))
         assert isinstance(client.receive(20), EngineReady)

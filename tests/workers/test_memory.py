@@ -5,10 +5,20 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from tests.launcher.fakes import tiny_model
+from unisono.workers import memory
 from unisono.workers.config import WorkerConfig
-from unisono.workers.memory import Budget, OutOfMemory, card_budget, host_budget, offer_blocks
+from unisono.workers.memory import (
+    Budget,
+    OutOfMemory,
+    available_bytes,
+    card_budget,
+    host_budget,
+    offer_blocks,
+    out_of_memory_explained,
+)
 
 GIB = 2**30
 BLOCK = 4 << 20
@@ -78,3 +88,42 @@ def test_the_utilization_that_a_message_names_is_enough(make, said) -> None:
 def test_where_nothing_fits_the_message_says_what_is_missing(budget: Budget) -> None:
     with pytest.raises(OutOfMemory, match=r"free 1.00 MiB, or spread over more ranks \(--tp\)"):
         offer_blocks(worker(), BLOCK, budget)
+
+
+TORCH_SAYS = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.80 GiB of "
+    "which 1.25 GiB is free. Process 7 has 138.54 GiB memory in use. Of the allocated memory "
+    "137.00 GiB is allocated by PyTorch, and 1.10 GiB is reserved by PyTorch but unallocated."
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "facts"),
+    [
+        (TORCH_SAYS, "2.50 GiB more are needed and 1.25 GiB of its 139.80 GiB are free: spread"),
+        ("out of memory", "more is needed: spread"),
+    ],
+)
+def test_a_full_gpu_is_told_in_one_line(said: str, facts: str) -> None:
+    with pytest.raises(OutOfMemory) as caught, out_of_memory_explained():
+        raise torch.OutOfMemoryError(said)
+    line = str(caught.value)
+    assert line.startswith(f"the memory of the GPU is full: {facts} over more ranks (--tp)")
+    assert "\n" not in line
+    with pytest.raises(RuntimeError, match="another"), out_of_memory_explained():
+        raise RuntimeError("another")
+
+
+def test_cached_files_of_a_control_group_count_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/meminfo": "MemAvailable: 8388608 kB\n",
+        "/sys/fs/cgroup/memory.max": f"{4 * GIB}\n",
+        "/sys/fs/cgroup/memory.current": f"{3 * GIB}\n",
+        "/sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {2 * GIB}\nactive_file 7\n",
+    }
+    monkeypatch.setattr(
+        memory, "_lines", lambda path: files.get(path, "").splitlines(keepends=True)
+    )
+    assert available_bytes() == 3 * GIB
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert available_bytes() == 8 * GIB

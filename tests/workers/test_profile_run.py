@@ -1,0 +1,104 @@
+"""The step that memory is measured with: as large as any, and nothing live is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.rig import LocalEngine
+from tests.tiny import random_ids, write_checkpoint
+from unisono.workers.config import WorkerConfig
+from unisono.workers.profile_run import GRAPH_BYTES, largest_step, measure_budget, rehearse
+from unisono.workers.protocol import Phase
+
+
+@pytest.mark.parametrize(
+    ("max_requests", "max_model_len", "max_step_tokens", "count"),
+    [
+        (4, 1000, 100, [97, 1, 1, 1]),
+        (4, 40, 100, [40, 40, 19, 1]),
+        (4, 20, 100, [20, 20, 20, 20]),
+        (100, 1000, 10, [1] * 64),
+        (1, 1000, 10, [64]),
+    ],
+)
+def test_the_largest_step_has_every_request_and_every_token(
+    max_requests: int, max_model_len: int, max_step_tokens: int, count: list[int]
+) -> None:
+    rows = largest_step(max_requests, max_model_len, max_step_tokens)
+    assert rows.count.tolist() == count
+    assert set(rows.slot) == {0}
+    assert set(rows.phase) == {Phase.PROMPT}
+    ends = [start + length for start, length in zip(rows.start, rows.count, strict=True)]
+    assert all(
+        end == (max_model_len if length == 1 else length)
+        for end, length in zip(ends, count, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint("qwen2-sliding", directory)
+    return directory
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_rehearsal_writes_to_scratch_only(model: Path, tp: int) -> None:
+    engine = LocalEngine(model, tp=tp, max_model_len=100, max_requests=5)
+    prompts = [random_ids(length, seed=length) for length in (3, 66)]
+    want = engine.generate(prompts, max_tokens=8)
+    config = WorkerConfig(
+        model_path=str(model), model=engine.config, tp=tp, max_model_len=100, max_requests=5
+    )
+    before = [live_state(rank) for rank in engine.ranks]
+    engine._everywhere(lambda rank: rehearse(rank.runner, config, 150, rank.cache))
+    assert len(engine.ranks[0].logits[-1]) == 5, "every request has its logits"
+    for rank, (blocks, slots) in zip(engine.ranks, before, strict=True):
+        now_blocks, now_slots = live_state(rank)
+        assert torch.equal(now_blocks, blocks)
+        assert torch.equal(now_slots, slots)
+        slot_table = rank.runner._slots
+        assert slot_table.sampling.of(0).is_plain
+        assert not slot_table.block_table[0].any()
+    assert len({rank.group.digest for rank in engine.ranks}) == 1
+    got = engine.generate(prompts, max_tokens=8)
+    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
+
+
+def test_a_card_is_measured_while_the_step_runs(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def fake(name: str, answer: object) -> None:
+        monkeypatch.setattr(torch.cuda, name, lambda: (calls.append(name), answer)[1])
+
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        fake(name, None)
+    fake("memory_reserved", 20 << 30)
+    fake("max_memory_reserved", 23 << 30)
+    fake("mem_get_info", (50 << 30, 80 << 30))
+    engine = LocalEngine(model, max_model_len=100, max_requests=5)
+    config = WorkerConfig(model_path="m", model=engine.config, max_model_len=100, max_requests=5)
+    [rank] = engine.ranks
+    step = rank.runner.step
+    monkeypatch.setattr(rank.runner, "step", lambda plan: (calls.append("step"), step(plan))[1])
+    activations, budget = measure_budget(config, 150, rank.runner, rank.cache, 75 << 30)
+    assert activations == 3 << 30
+    assert budget.share == int((80 << 30) * 0.9) - (25 << 30) - (3 << 30) - GRAPH_BYTES
+    assert budget.most == (50 << 30) - (3 << 30) - GRAPH_BYTES
+    assert calls == [
+        *("synchronize", "empty_cache", "reset_peak_memory_stats", "memory_reserved"),
+        *("step", "step", "synchronize", "max_memory_reserved", "empty_cache", "mem_get_info"),
+    ]
+    assert rank.cache.layers[0].k.shape[0] == 1, "scratch alone is left"
+
+
+def live_state(rank) -> tuple[torch.Tensor, torch.Tensor]:
+    slots = rank.runner._slots
+    blocks = [part[1:].flatten() for layer in rank.cache.layers for part in (layer.k, layer.v)]
+    tables = torch.cat((slots.token_ids[1:].flatten(), slots.block_table[1:].flatten()))
+    return torch.cat(blocks).view(torch.int32).clone(), tables.clone()

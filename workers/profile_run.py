@@ -1,0 +1,122 @@
+"""What a step takes of a GPU beside weights and KV cache: measured by running the largest one."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from unisono.workers.config import BLOCK_SIZE, WorkerConfig
+from unisono.workers.kv_cache import KVCache
+from unisono.workers.memory import Budget, card_budget
+from unisono.workers.model_runner import ModelRunner
+from unisono.workers.protocol import Phase, Rows, SlotSampling, StepPlan, int32s, pack_sampling
+
+GRAPH_BYTES = 1 << 30
+"""Kept free for CUDA graphs, which are captured when they are first wanted: their pool holds the
+activations of one decode step, and each graph some MB of launches. It also covers the context of
+CUDA, which cannot be told from what other processes hold."""
+_TOP = 20
+"""Most likeliest ids that log-probabilities come with."""
+
+
+def measure_budget(
+    config: WorkerConfig, max_step_tokens: int, runner: ModelRunner, cache: KVCache, free: int
+) -> tuple[int, Budget]:
+    """Measure on the current GPU; return the bytes of activations, and what the KV cache may take.
+
+    `free`: bytes of the card that were free before this rank took any. What it has taken since
+    is weights, kernels and, because the largest step meets the other ranks too, NCCL's buffers.
+    `cache` is left with no block but scratch.
+    """
+    cache.allocate(0)
+    activations = passing_bytes(lambda: rehearse(runner, config, max_step_tokens, cache))
+    left, total = torch.cuda.mem_get_info()
+    return activations, card_budget(
+        total=total,
+        free=left,
+        weights=max(free - left, 0),
+        activations=activations + GRAPH_BYTES,
+        utilization=config.memory_utilization,
+    )
+
+
+def passing_bytes(run: Callable[[], None]) -> int:
+    """Bytes that `run` has torch take from the current GPU and give back.
+
+    Counted are whole segments of its allocator, for those are what the card lacks.
+    """
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    run()
+    torch.cuda.synchronize()
+    taken = torch.cuda.max_memory_reserved() - before
+    torch.cuda.empty_cache()
+    return taken
+
+
+@torch.inference_mode()
+def rehearse(
+    runner: ModelRunner, config: WorkerConfig, max_step_tokens: int, cache: KVCache
+) -> None:
+    """Run the largest step on scratch: only slot 0 and block 0 are written."""
+    for layer in cache.layers:
+        # Memory never written may hold NaN, which the sampler refuses.
+        layer.k[0].zero_()
+        layer.v[0].zero_()
+    longest = config.max_model_len
+    # Everything that a request may ask for at once.
+    sampling = SlotSampling(
+        temperature=1.0,
+        top_p=0.9,
+        top_k=50,
+        repetition_penalty=1.1,
+        bias=((0, 1.0),),
+        logprobs=_TOP,
+        prompt_logprobs=_TOP,
+        num_prompt_tokens=min(longest, BLOCK_SIZE + 1),
+    )
+    # What the weights make of scratch may still be NaN; the memory was taken all the same.
+    with suppress(FloatingPointError):
+        rows = largest_step(config.max_requests, longest, max_step_tokens)
+        runner.step(_on_scratch(rows, pack_sampling([sampling])))
+    # Slot 0 is opened anew by a step that samples nothing, and so leaves it as it was found.
+    last = Rows(slot=int32s([0]), start=int32s([0]), count=int32s([1]), phase=int32s([Phase.CHUNK]))
+    runner.step(_on_scratch(last, pack_sampling([SlotSampling()])))
+
+
+def largest_step(max_requests: int, max_model_len: int, max_step_tokens: int) -> Rows:
+    """As many sampling rows and, with these, as many tokens as a step can have, all of slot 0."""
+    most = max(max_step_tokens, BLOCK_SIZE)  # as the scheduler does
+    num_rows = min(max_requests, most)
+    spare = most - num_rows
+    start, count = [], []
+    for _ in range(num_rows):
+        more = min(spare, max_model_len - 1)
+        spare -= more
+        count.append(1 + more)
+        # Of a decoding row attention keeps parts of every stretch of keys; of prompts it does not.
+        start.append(0 if more else max_model_len - 1)
+    return Rows(
+        slot=int32s([0] * num_rows),
+        start=int32s(start),
+        count=int32s(count),
+        # Not DECODE, whatever the length: such steps may be replayed from graphs.
+        phase=int32s([Phase.PROMPT] * num_rows),
+    )
+
+
+def _on_scratch(rows: Rows, sampling: array[int]) -> StepPlan:
+    return StepPlan(
+        step=0,
+        rows=rows,
+        open_slot=int32s([0]),
+        open_length=int32s([1]),
+        open_tokens=int32s([0]),
+        open_sampling=sampling,
+        num_shared=int32s([0]),
+    )
