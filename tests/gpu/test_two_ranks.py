@@ -83,5 +83,7 @@ def test_a_killed_rank_ends_the_engine_with_its_name() -> None:
                     pass
             assert time.monotonic() - killed < 10
             assert "SIGKILL" in str(caught.value)
-        _, gone = psutil.wait_procs(list(ranks.values()), timeout=10)
-        assert gone == [], "ranks that outlive the engine"
+        # The other rank waits in a kernel of NCCL: the grace passes before it is killed, and then
+        # the driver takes its context down.
+        _, alive = psutil.wait_procs(list(ranks.values()), timeout=40)
+        assert alive == [], "ranks that outlive the engine"
