@@ -123,7 +123,7 @@ def command(
         with console.loading() as progress:
             ready = engine.start(progress)
         started = time.monotonic()
-        numerics = numerics_of(ready, prepared.worker.tp)
+        numerics = numerics_of(ready, prepared.worker)
         with closing(answer_all(engine, tokenizer, requests, params, numerics)) as events:
             answers = show(events, asked, console, as_json=as_json)
         seconds = time.monotonic() - started

@@ -131,7 +131,9 @@ class LocalEngine:
         overlay: str = "",
         device: torch.device = CPU,
         max_in_flight: int = 2,
+        attn: str = "auto",
     ) -> None:
+        self._attn = attn
         self.config = model if isinstance(model, ModelConfig) else read_model_config(model)
         self._load_format = "random" if isinstance(model, ModelConfig) else "auto"
         self._overlay = parse_overlay(overlay, self.config)
@@ -269,7 +271,7 @@ class LocalEngine:
     @torch.inference_mode()
     def _build_rank(self, group: Group) -> Rank:
         device = self._device
-        ops = dispatch.resolve(device, self.config.head_dim)
+        ops = dispatch.resolve(device, self.config.head_dim, self._attn)
         build = Build(ops, group, self._dtype, device)
         model = model_class(self.config.family)(build, self.partition, self.max_model_len)
         specs = list(self.partition.weights(group.rank))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.closeness import assert_same_bits
+from tests.closeness import assert_close, assert_same_bits
 from tests.rig import LocalEngine, run_ranks
 from tests.tiny import random_ids, write_checkpoint
 from unisono.models.config import ModelConfig, RopeConfig
@@ -301,6 +301,28 @@ def test_model_alone_and_in_company(checkpoint: Path, tp: int, dtype: str) -> No
         ):
             assert answer.token_ids == alone.token_ids
             assert_same_bits("logits", torch.stack(answer.logits), torch.stack(alone.logits))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_model_with_attention_by_the_formula(checkpoint: Path, dtype: str) -> None:
+    """`--attn reference`: close to the tiles, and one answer of its own."""
+    prompts = [random_ids(count, seed=count) for count in (2, 64, 65, 90)]
+    engine = LocalEngine(checkpoint, dtype=dtype, attn="reference")
+    tiled = LocalEngine(checkpoint, dtype=dtype).prompt_logits(prompts[-1])
+    assert_close(
+        "logits",
+        engine.prompt_logits(prompts[-1]),
+        tiled,
+        {"float32": 1e-5, "bfloat16": 0.02}[dtype],
+    )
+    solo = [engine.generate([prompt], max_tokens=6)[0] for prompt in prompts]
+    crowded = LocalEngine(
+        checkpoint, dtype=dtype, attn="reference", max_step_tokens=64, num_blocks=5, max_requests=3
+    )
+    answers = crowded.generate(prompts, max_tokens=6, arrivals=[0, 1, 1, 3])
+    for alone, answer in zip(solo, answers, strict=True):
+        assert answer.token_ids == alone.token_ids
+        assert_same_bits("logits", torch.stack(answer.logits), torch.stack(alone.logits))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -58,7 +58,7 @@ class Worker:
         self._report.enter("join the group")
         self._group = devices.join_group(self._rank, self._config.tp, self._device, store)
         self._report.enter("prove exactness")
-        ops = dispatch.resolve(self._device, self._config.model.head_dim)
+        ops = dispatch.resolve(self._device, self._config.model.head_dim, self._config.attn)
         model = self._load(Build(ops, self._group, self._dtype, self._device))
         self._report.enter("take memory")
         self._runner = self._build_runner(ops, model)

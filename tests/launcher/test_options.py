@@ -54,6 +54,8 @@ OTHER_VALUES = {
     "logit_bias": ("5:-100,7:2.5", ((5, -100.0), (7, 2.5))),
     "min_tokens": ("3", 3),
     "stop": ("a,b", ("a,b",)),
+    "attn": ("reference", "reference"),
+    "numerics": ("fast", "fast"),
     "load_format": ("random", "random"),
     "overlay": ("norm=random", "norm=random"),
     "logprobs": ("0", 0),
