@@ -32,7 +32,7 @@ class WorkerConfig:
     """Activations and weights: float32, bfloat16 or float16; auto: the checkpoint's own on a
     GPU, float32 on the CPU."""
     device: str = "auto"
-    """cpu or cuda; auto: cuda where a GPU is visible and this version has kernels for it."""
+    """cpu or cuda; auto: cuda where a GPU is visible and torch is built for it."""
     attn: str = "auto"
     """How attention is computed. auto: by our own kernels: triton on a GPU, fixed tiles on the CPU.
     reference: by the formula, one query at a time, to compare with; slow. torch-flash: by torch's
