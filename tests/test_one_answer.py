@@ -29,7 +29,6 @@ from unisono.ops.attention import AttentionShape
 from unisono.ops.comm import Group, solo_group
 from unisono.ops.gpu import gpu_ops
 from unisono.ops.linear import SMALL_HEIGHTS, ExactLinear, plain_product
-from unisono.ops.reference.logprobs import token_logprobs
 from unisono.ops.reference.rope_kv import write_kv
 from unisono.ops.table import Ops
 from unisono.runtime.protocol import SamplingParams
@@ -247,16 +246,20 @@ def test_noise_and_filters(backend: str, width: int) -> None:
         rows_keep_their_bits("filters", lambda r: ops.filter_logits(*(x[r] for x in kept)), rows)
 
 
+@pytest.mark.parametrize(
+    "backend", ["cpu", *(pytest.param("gpu", marks=mark) for mark in kernel_rig.MARKS)]
+)
 @pytest.mark.parametrize("width", [1, 3, 199, 1003, 40000])
-def test_log_probabilities(width: int) -> None:
+def test_log_probabilities(width: int, backend: str) -> None:
     """They depend on the row alone: not on its company, nor on how its vocabulary was cut."""
-    count = 80 if width < 2000 else 9
-    logits, ids = 4 * torch.randn(count, width), torch.randint(width, (count,))
+    token_logprobs, count = ops_of(backend).token_logprobs, 80 if width < 2000 else 9
+    logits = 4 * some(backend, count, width)
+    ids = torch.randint(width, (count,)).to(logits.device)
     for place in range(4):
         rows_keep_their_bits(
             "log-probabilities",
             lambda rows, place=place: token_logprobs(logits[rows], ids[rows], 5)[place],
-            torch.arange(count),
+            torch.arange(count, device=logits.device),
         )
     whole = token_logprobs(logits, ids, 5)
     for ranks in (2, 3, 4):
