@@ -370,7 +370,11 @@ def check_prompts(requests: Sequence[Request], worker: WorkerConfig) -> None:
                 )
 
 
-def numerics_of(ready: EngineReady, tp: int) -> str:
-    """Name what an answer's bits may depend on: kind of device, dtype, rank count, version."""
+def numerics_of(ready: EngineReady, worker: WorkerConfig) -> str:
+    """Name what an answer's bits may depend on: kind of device, dtype, rank count, attention,
+    numerics, version."""
     kind = ready.device.partition(":")[0]
-    return f"{kind} {ready.dtype} tp={tp} unisono {unisono.__version__}"
+    return (
+        f"{kind} {ready.dtype} tp={worker.tp} attn={worker.attn} numerics={worker.numerics} "
+        f"unisono {unisono.__version__}"
+    )

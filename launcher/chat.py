@@ -95,7 +95,7 @@ def command(model: str, system: str | None, stats: bool, **options: Any) -> int:
     with Engine(launch) as engine:
         with console.loading() as progress:
             ready = engine.start(progress)
-        answering = Answering(engine, tokenizer, numerics_of(ready, prepared.worker.tp))
+        answering = Answering(engine, tokenizer, numerics_of(ready, prepared.worker))
         shows_speed = stats or console.is_watched
         chat = Chat(conversation, answering, params, console, ready if shows_speed else None)
         chat.run()

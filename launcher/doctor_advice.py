@@ -154,12 +154,7 @@ def _sockets(host: HostReport, linux: bool, tp: int) -> Iterator[Finding]:
 def _devices(host: HostReport) -> Iterator[Finding]:
     if not host.num_gpus:
         return
-    if "cuda" not in host.served_devices:
-        yield Finding(
-            message=f"{_count(host.num_gpus, 'GPU')} can be seen and this version has no kernels "
-            "for them: it computes on the CPU; nothing to do"
-        )
-    elif not host.torch_has_cuda:
+    if not host.torch_has_cuda:
         yield Finding(
             message=f"{_count(host.num_gpus, 'GPU')} can be seen and torch is built without CUDA: "
             "install a torch with CUDA"

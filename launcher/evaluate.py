@@ -103,7 +103,7 @@ def ppl(
                 # Enough that the engine never waits for the next ones.
                 in_flight=2 * prepared.worker.max_requests,
                 num_bytes=len(text.encode()),
-                numerics=numerics_of(ready, prepared.worker.tp),
+                numerics=numerics_of(ready, prepared.worker),
                 on_windows=lambda done: bar.show("windows", done, len(windows)),
             )
         seconds = time.monotonic() - started

@@ -125,7 +125,7 @@ def command(
         if console.is_watched:
             console.note(ready_line(ready, prepared.worker.tp))
         started = time.monotonic()
-        numerics = numerics_of(ready, prepared.worker.tp)
+        numerics = numerics_of(ready, prepared.worker)
         with closing(answer_all(engine, tokenizer, requests, params, numerics)) as events:
             answers = show(events, asked, console, as_json=as_json)
         seconds = time.monotonic() - started

@@ -25,12 +25,21 @@ from unisono.launcher.config import LOG_LEVELS, LaunchConfig
 from unisono.models.config import ConfigError, ModelConfig
 from unisono.runtime.config import RuntimeConfig
 from unisono.runtime.protocol import SamplingParams, Submit
-from unisono.workers.config import DEVICES, DTYPES, LOAD_FORMATS, WorkerConfig
+from unisono.workers.config import (
+    ATTENTIONS,
+    DEVICES,
+    DTYPES,
+    LOAD_FORMATS,
+    NUMERICS,
+    WorkerConfig,
+)
 
 LAUNCH_OPTIONS = (
     "tp",
     "dtype",
     "device",
+    "attn",
+    "numerics",
     "load_format",
     "overlay",
     "max_model_len",
@@ -70,6 +79,8 @@ LOGPROB_OPTIONS = ("logprobs", "prompt_logprobs")
 _CHOICES = {
     "dtype": DTYPES,
     "device": DEVICES,
+    "attn": ATTENTIONS,
+    "numerics": NUMERICS,
     "load_format": LOAD_FORMATS,
     "log_level": LOG_LEVELS,
 }

@@ -31,6 +31,8 @@ from unisono.workers.config import DTYPES, SERVED_DEVICES, WorkerConfig
 
 CPU_DTYPES = ("float32", "bfloat16")
 """What the operations compute in on a CPU."""
+FLASH_HEAD_DIM = 256
+"""Widest heads that torch's flash attention takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,12 +119,14 @@ def resolve_config(
     device = resolve_device(worker.device, host)
     check_device(device, host, tp if cluster is None else cluster.local_world_size)
     parse_overlay(worker.overlay, model)
+    dtype = resolve_dtype(worker.dtype, device, model)
     worker = replace(
         worker,
         tp=tp,
         load_format="random" if is_shape(model_path) else worker.load_format,
         device=device,
-        dtype=resolve_dtype(worker.dtype, device, model),
+        dtype=dtype,
+        attn=resolve_attn(worker.attn, worker.numerics, device, dtype, model),
         max_model_len=resolve_max_model_len(worker.max_model_len, model),
     )
     return replace(asked, runtime=replace(asked.runtime, worker=worker))
@@ -144,6 +148,23 @@ def resolve_dtype(dtype: str, device: str, model: ModelConfig) -> str:
     if dtype not in legal:
         raise ConfigError(f"--dtype {dtype}: on {device} choose {' or '.join(legal)}")
     return dtype
+
+
+def resolve_attn(attn: str, numerics: str, device: str, dtype: str, model: ModelConfig) -> str:
+    """Return triton, torch-flash or reference; on the CPU tiled or reference.
+
+    Raises ConfigError for an attention that the device has not, that cannot serve the model, or
+    that `numerics` does not permit.
+    """
+    if attn == "auto":
+        return "triton" if device == "cuda" else "tiled"
+    if attn == "reference":
+        return attn
+    if device == "cpu":
+        raise ConfigError(f"--attn {attn}: needs a GPU; on cpu choose auto or reference")
+    if attn == "torch-flash":
+        _check_flash(numerics, dtype, model)
+    return attn
 
 
 def resolve_max_model_len(max_model_len: int, model: ModelConfig) -> int:
@@ -192,6 +213,31 @@ def count_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
             break
         visible += 1
     return min(visible, present)
+
+
+def _check_flash(numerics: str, dtype: str, model: ModelConfig) -> None:
+    others = "--attn auto, triton or reference"
+    windows = [window for layer in range(model.num_layers) if (window := model.window_of(layer))]
+    if windows:
+        raise ConfigError(
+            f"--attn torch-flash: serves no sliding window, and this model has one of {windows[0]} "
+            f"tokens; choose {others}"
+        )
+    if model.head_dim > FLASH_HEAD_DIM:
+        raise ConfigError(
+            f"--attn torch-flash: serves heads of up to {FLASH_HEAD_DIM} channels, and this "
+            f"model's have {model.head_dim}; choose {others}"
+        )
+    if dtype == "float32":
+        raise ConfigError(
+            "--attn torch-flash: serves no float32; choose --dtype bfloat16 or float16, or "
+            f"{others}"
+        )
+    if numerics == "exact":
+        raise ConfigError(
+            "--attn torch-flash: --numerics exact refuses it, since a token has other bits decoded "
+            f"than in a prompt; choose {others}, or --numerics fast"
+        )
 
 
 def _resolve_tp(options: Mapping[str, Any], tp: int, cluster: ClusterFacts | None) -> int:

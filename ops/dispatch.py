@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from unisono.ops import attention, exactness, linear
+from unisono.ops import attention, exactness, flash, linear
+from unisono.ops.by_reference import with_references
 from unisono.ops.reference import (
     activation,
     embedding,
@@ -34,10 +35,12 @@ from unisono.ops.table import Ops
 _overrides: ContextVar[dict[str, Any]] = ContextVar("op overrides", default={})  # noqa: B039
 
 
-def resolve(device: torch.device, head_dim: int) -> Ops:
+def resolve(device: torch.device, head_dim: int, attn: str = "auto") -> Ops:
     """Return the ops of `device`, with the start-up proofs of `ops/exactness.py` made.
 
-    Raises ValueError for a device type that has no ops.
+    `attn` names the attention: auto for the device's own, which is "triton" on cuda and "tiled" on
+    cpu; reference (the formula, any device); torch-flash. Raises ValueError for a device type that
+    has no ops, and for an attention that the device has not.
     """
     match device.type:
         case "cpu":
@@ -48,7 +51,20 @@ def resolve(device: torch.device, head_dim: int) -> Ops:
             ops = gpu_ops(device)
         case other:
             raise ValueError(f"device {other!r} has no ops; this version computes on: cpu, cuda")
-    return replace(ops, **_overrides.get())
+    return replace(_with_attention(ops, device.type, attn), **_overrides.get())
+
+
+def _with_attention(ops: Ops, device: str, attn: str) -> Ops:
+    match device, attn:
+        case (_, "auto") | ("cuda", "triton") | ("cpu", "tiled"):
+            return ops
+        case _, "reference":
+            return with_references(ops, ["paged_attention"])
+        case "cuda", "torch-flash":
+            return replace(
+                ops, plan_attention=flash.plan_attention, paged_attention=flash.paged_attention
+            )
+    raise ValueError(f"there is no attention {attn!r} on {device}")
 
 
 def _cpu_ops(head_dim: int) -> Ops:

@@ -137,10 +137,11 @@ class LocalEngine:
         device: torch.device = CPU,
         graphs: bool = False,
         max_in_flight: int = 2,
+        attn: str = "auto",
         ops_of: Callable[[int, Ops], Ops] = lambda rank, ops: ops,
         tracer_of: Callable[[int], Tracer | None] = lambda rank: None,
     ) -> None:
-        self.ops_of, self.tracer_of = ops_of, tracer_of
+        self._attn, self.ops_of, self.tracer_of = attn, ops_of, tracer_of
         self.config = model if isinstance(model, ModelConfig) else read_model_config(model)
         self._load_format = "random" if isinstance(model, ModelConfig) else "auto"
         self._overlay = parse_overlay(overlay, self.config)
@@ -294,7 +295,8 @@ class LocalEngine:
     @torch.inference_mode()
     def _build_rank(self, group: Group) -> Rank:
         device = self._device
-        ops = self.ops_of(group.rank, dispatch.resolve(device, self.config.head_dim))
+        ops = dispatch.resolve(device, self.config.head_dim, self._attn)
+        ops = self.ops_of(group.rank, ops)
         tracer = self.tracer_of(group.rank)
         tap = None if tracer is None else tracer.tap
         build = Build(ops, group, self._dtype, device, tap=tap)

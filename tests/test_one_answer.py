@@ -9,15 +9,17 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.closeness import assert_same_bits
+from tests.closeness import assert_close, assert_same_bits
+from tests.ops import kernel_rig
 from tests.rig import LocalEngine, run_ranks
 from tests.tiny import random_ids, write_checkpoint
 from unisono.models.config import ModelConfig, RopeConfig
@@ -25,23 +27,61 @@ from unisono.models.interface import Build
 from unisono.models.layers.mlp import GatedMLP
 from unisono.models.partition import ModelPartition
 from unisono.ops import dispatch
-from unisono.ops.attention import AttentionShape, paged_attention, plan_attention
+from unisono.ops.attention import AttentionShape
 from unisono.ops.comm import Group, solo_group
-from unisono.ops.exactness import attention_threads
-from unisono.ops.linear import SMALL_HEIGHTS, ExactLinear, pack_linear, plain_product
-from unisono.ops.reference.activation import silu_and_mul
-from unisono.ops.reference.embedding import embed_shard
-from unisono.ops.reference.filters import filter_logits
-from unisono.ops.reference.gumbel import add_noise
-from unisono.ops.reference.logprobs import token_logprobs
-from unisono.ops.reference.norm import rms_norm
+from unisono.ops.gpu import gpu_ops
+from unisono.ops.linear import SMALL_HEIGHTS, ExactLinear, plain_product
 from unisono.ops.reference.rope_kv import write_kv
-from unisono.ops.reference.rotary import apply_rope
-from unisono.ops.reference.sampling import argmax_keys
+from unisono.ops.table import Ops
 from unisono.runtime.protocol import SamplingParams
 
 DTYPES = [torch.float32, torch.bfloat16]
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+INTERPRETED = not kernel_rig.IS_GPU
+KERNELS = "interpreter" if INTERPRETED else "gpu"
+
+
+def on_every_backend(
+    names: tuple[str, ...],
+    cases: Sequence[tuple[Any, ...]],
+    quick: Sequence[tuple[Any, ...]],
+    compiled: Sequence[tuple[Any, ...]] | None = None,
+) -> pytest.MarkDecorator:
+    """Rows (backend, dtype, *case): the CPU's ops with `cases`, and the GPU's: where there is one
+    with `compiled` (those of the CPU), else `quick`, in Triton's interpreter."""
+    for_kernels = quick if INTERPRETED else cases if compiled is None else compiled
+    rows = [pytest.param("cpu", dtype, *case) for case in cases for dtype in DTYPES]
+    rows += [
+        pytest.param(KERNELS, dtype, *case, marks=kernel_rig.MARKS)
+        for case in for_kernels
+        for dtype in ([torch.float16] if INTERPRETED else kernel_rig.DTYPES)
+    ]
+    return pytest.mark.parametrize(("backend", "dtype", *names), rows, ids=str)
+
+
+def ops_of(backend: str, head_dim: int = 64, attn: str = "auto") -> Ops:
+    if backend == "cpu":
+        return dispatch.resolve(CPU, head_dim, attn)
+    return gpu_ops(kernel_rig.DEVICE) if INTERPRETED else dispatch.resolve(GPU, head_dim, attn)
+
+
+def device_of(backend: str) -> torch.device:
+    return GPU if backend == "gpu" else CPU
+
+
+def num_rows(backend: str, count: int) -> int:
+    return min(count, 10) if backend == "interpreter" else count
+
+
+def some(backend: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(dtype).to(device_of(backend))
+
+
+@pytest.fixture(autouse=True)
+def settings_of_the_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    kernel_rig.make_products_hide_their_shape(monkeypatch)
+    with kernel_rig.kept_blas_settings():
+        yield
 
 
 def rows_keep_their_bits(name: str, op: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -61,17 +101,23 @@ def rows_keep_their_bits(name: str, op: Callable[[Tensor], Tensor], x: Tensor) -
 # ---------------------------------------------------------------- ops
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
+@on_every_backend(
     ("out_features", "in_features"),
     [(1, 64), (7, 5), (48, 136), (136, 72), (1003, 72), (960, 576), (576, 1536), (512, 4096)],
-    ids=str,
+    quick=[(7, 5), (48, 136)],
 )
-def test_linear(out_features: int, in_features: int, dtype: torch.dtype) -> None:
-    weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
-    x = torch.randn(300, in_features).to(dtype)
-    rows_keep_their_bits("packed linear", pack_linear(weight, proofs={}), x)
-    rows_keep_their_bits("plain linear", ExactLinear(plain_product(weight), weight, {}), x)
+def test_linear(backend: str, dtype: torch.dtype, out_features: int, in_features: int) -> None:
+    ops = ops_of(backend)
+    weight = some(backend, out_features, in_features, dtype=dtype) / in_features**0.5
+    x = some(backend, 300, in_features, dtype=dtype)
+    if backend == "interpreter":
+        # Its tiles round where a tensor core does not; sums of whole numbers need no rounding.
+        weight, x = (4 * weight).round(), (2 * x[:67]).round()
+    rows_keep_their_bits("linear", ops.pack_linear(weight, None), x)
+    if backend == "cpu":
+        rows_keep_their_bits("plain linear", ExactLinear(plain_product(weight), weight, {}), x)
+    else:
+        rows_keep_their_bits("head", ops.pack_head(weight), x)
 
 
 def test_linear_on_a_product_that_changes_with_the_number_of_rows() -> None:
@@ -119,75 +165,103 @@ def test_equal_shapes_are_proven_once_and_nothing_is_proven_in_vain() -> None:
     assert set(proven) == {*SMALL_HEIGHTS, 64}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [5, 64, 72, 576, 1003, 4096, 40000])
-def test_rms_norm(width: int, dtype: torch.dtype) -> None:
-    weight = torch.randn(width).to(dtype)
-    rows_keep_their_bits(
-        "norm", lambda x: rms_norm(x, weight, 1e-6), torch.randn(70, width).to(dtype)
-    )
+_WIDTHS = [(5,), (64,), (72,), (576,), (1003,), (4096,)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 3, 50, 136, 1536])
-def test_silu_and_mul(width: int, dtype: torch.dtype) -> None:
-    x = (4 * torch.randn(200, 2 * width)).to(dtype)
-    rows_keep_their_bits("activation", silu_and_mul, x)
+@on_every_backend(("width",), [*_WIDTHS, (40000,)], quick=[(72,), (577,)], compiled=_WIDTHS)
+def test_rms_norm(backend: str, dtype: torch.dtype, width: int) -> None:
+    ops, weight = ops_of(backend), some(backend, width, dtype=dtype)
+    x = some(backend, num_rows(backend, 70), width, dtype=dtype)
+
+    def norm_of_sum(rows: Tensor) -> Tensor:
+        return torch.cat(ops.add_rms_norm(rows, rows / 2, weight, 1e-6), dim=1)
+
+    rows_keep_their_bits("norm", lambda rows: ops.rms_norm(rows, weight, 1e-6), x)
+    rows_keep_their_bits("norm of a sum", norm_of_sum, x)
 
 
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (10, 10), (64, 64), (64, 16)])
-def test_rope(head_dim: int, rotary_dim: int) -> None:
-    x = torch.randn(100, 3 * head_dim)
-    angle = torch.randn(100, rotary_dim // 2)
-    together = torch.cat((x, angle), dim=1)
-
-    def op(rows: Tensor) -> Tensor:
-        heads = rows[:, : 3 * head_dim].reshape(len(rows), 3, head_dim)
-        at = rows[:, 3 * head_dim :].unsqueeze(1)
-        return apply_rope(heads, at.cos(), at.sin())
-
-    rows_keep_their_bits("rope", op, together)
+@on_every_backend(("width",), [(1,), (3,), (50,), (136,), (1536,)], quick=[(3,), (136,), (1030,)])
+def test_silu_and_mul(backend: str, dtype: torch.dtype, width: int) -> None:
+    x = 4 * some(backend, num_rows(backend, 200), 2 * width, dtype=dtype)
+    rows_keep_their_bits("activation", ops_of(backend).silu_and_mul, x)
 
 
-def test_embedding_and_argmax() -> None:
-    table = torch.randn(50, 24)
-    ids = torch.arange(80)
-    rows_keep_their_bits("embedding", lambda x: embed_shard(x, table, 10), ids)
-    logits = torch.randn(80, 1003)
-    rows_keep_their_bits("argmax", lambda x: argmax_keys(x, 64, 2000), logits)
+@on_every_backend(
+    ("head_dim", "rotary_dim"),
+    [(8, 8), (10, 10), (64, 64), (64, 16)],
+    quick=[(64, 16)],
+)
+def test_rope_and_write_kv(
+    backend: str, dtype: torch.dtype, head_dim: int, rotary_dim: int
+) -> None:
+    """Two query heads and one of keys and values, with norms of heads and without."""
+    ops, count = ops_of(backend), num_rows(backend, 100)
+    heads = some(backend, count, 4, head_dim, dtype=dtype)
+    angle = some(backend, count, 1, rotary_dim // 2)
+    for norms in (None, some(backend, 3, head_dim, dtype=dtype)):
+
+        def op(rows: Tensor, norms: Tensor | None = norms) -> Tensor:
+            k, v = (heads.new_zeros(-(-count // 16), 1, 16, head_dim) for _ in range(2))
+            cos, sin = angle[rows].cos(), angle[rows].sin()
+            q = ops.rope_and_write_kv(heads[rows], 2, norms, 1e-6, cos, sin, k, v, rows)
+            return torch.cat([q, *(x[rows // 16, :, rows % 16] for x in (k, v))], dim=1)
+
+        rows_keep_their_bits("rope", op, torch.arange(count, device=heads.device))
 
 
-@pytest.mark.parametrize("width", [1, 3, 199, 1003, 40000])
-def test_noise_and_filters(width: int) -> None:
+@on_every_backend((), [()], quick=[()])
+def test_embedding_and_argmax(backend: str, dtype: torch.dtype) -> None:
+    ops, count = ops_of(backend), num_rows(backend, 80)
+    table = some(backend, 50, 24, dtype=dtype)
+    ids = torch.arange(count, device=table.device)
+    rows_keep_their_bits("embedding", lambda x: ops.embed_shard(x, table, 10), ids)
+    logits = some(backend, count, 1003)
+    rows_keep_their_bits("argmax", lambda x: ops.argmax_keys(x, 64, 2000), logits)
+
+
+@pytest.mark.parametrize(
+    ("backend", "width"),
+    [
+        *(("cpu", width) for width in (1, 3, 199, 1003, 40000)),
+        *(pytest.param(KERNELS, width, marks=kernel_rig.MARKS) for width in (1, 199, 1030)),
+    ],
+)
+def test_noise_and_filters(backend: str, width: int) -> None:
     """Noise and what may be drawn depend on the row alone: logarithm and exponential keep bits."""
-    count = 24 if width < 2000 else 9
+    ops, count = ops_of(backend), 24 if width < 2000 else 9
     logits = 3 * torch.randn(count, width)
     temperature = torch.rand(count, dtype=torch.float64) + 0.1
     seeds = torch.randint(2**62, (count,))
     positions = torch.randint(5000, (count,))
     top_k = torch.randint(0, 50, (count,))
     top_p, min_p = torch.rand(count, dtype=torch.float64), torch.rand(count).double() / 20
+    drawn, kept = (
+        [x.to(device_of(backend)) for x in row]
+        for row in (
+            (logits, temperature, seeds, positions),
+            (logits, temperature, top_k, top_p, min_p),
+        )
+    )
+    rows = torch.arange(count, device=device_of(backend))
+    rows_keep_their_bits("noise", lambda r: ops.add_noise(*(x[r] for x in drawn), 64), rows)
+    if backend != "interpreter":
+        rows_keep_their_bits("filters", lambda r: ops.filter_logits(*(x[r] for x in kept)), rows)
 
-    def noise(rows: Tensor) -> Tensor:
-        return add_noise(logits[rows], temperature[rows], seeds[rows], positions[rows], 64)
 
-    def filtered(rows: Tensor) -> Tensor:
-        return filter_logits(logits[rows], temperature[rows], top_k[rows], top_p[rows], min_p[rows])
-
-    rows_keep_their_bits("noise", noise, torch.arange(count))
-    rows_keep_their_bits("filters", filtered, torch.arange(count))
-
-
+@pytest.mark.parametrize(
+    "backend", ["cpu", *(pytest.param("gpu", marks=mark) for mark in kernel_rig.MARKS)]
+)
 @pytest.mark.parametrize("width", [1, 3, 199, 1003, 40000])
-def test_log_probabilities(width: int) -> None:
+def test_log_probabilities(width: int, backend: str) -> None:
     """They depend on the row alone: not on its company, nor on how its vocabulary was cut."""
-    count = 80 if width < 2000 else 9
-    logits, ids = 4 * torch.randn(count, width), torch.randint(width, (count,))
+    token_logprobs, count = ops_of(backend).token_logprobs, 80 if width < 2000 else 9
+    logits = 4 * some(backend, count, width)
+    ids = torch.randint(width, (count,)).to(logits.device)
     for place in range(4):
         rows_keep_their_bits(
             "log-probabilities",
             lambda rows, place=place: token_logprobs(logits[rows], ids[rows], 5)[place],
-            torch.arange(count),
+            torch.arange(count, device=logits.device),
         )
     whole = token_logprobs(logits, ids, 5)
     for ranks in (2, 3, 4):
@@ -203,45 +277,65 @@ def test_log_probabilities(width: int) -> None:
                 assert_same_bits(f"log-probabilities on {ranks} shards", part, want)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "window"),
-    [(9, 3, 64, 0), (8, 1, 8, 0), (14, 2, 4, 100), (4, 2, 16, 6), (32, 1, 16, 0), (3, 3, 10, 70)],
-    ids=str,
+_HEADS = (
+    (9, 3, 64, 0),
+    (8, 1, 8, 0),
+    (14, 2, 4, 100),
+    (4, 2, 16, 6),
+    (32, 1, 16, 0),
+    (3, 3, 10, 70),
+)
+_BY_FORMULA = [("reference", *heads) for heads in (_HEADS[0], _HEADS[5])]
+
+
+@on_every_backend(
+    ("attn", "heads", "kv_heads", "head_dim", "window"),
+    [*(("auto", *heads) for heads in _HEADS), *_BY_FORMULA],
+    quick=[("auto", 4, 2, 16, 6), ("auto", 3, 1, 16, 0)],
 )
 def test_attention_in_any_company_and_chunk(
-    heads: int, kv_heads: int, head_dim: int, window: int, dtype: torch.dtype
+    backend: str,
+    dtype: torch.dtype,
+    attn: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int,
 ) -> None:
-    shape = AttentionShape(heads, kv_heads, head_dim)
+    shape, ops = AttentionShape(heads, kv_heads, head_dim), ops_of(backend, head_dim, attn)
     lengths = [1, 5, 64, 65, 130, 300]
+    trials = 3 if backend == "interpreter" else 24 if attn == "auto" else 6
     caches = [torch.zeros(40, kv_heads, 64, head_dim).to(dtype) for _ in range(2)]
+    caches = [cache.to(device_of(backend)) for cache in caches]
     tables = torch.zeros(len(lengths), 5, dtype=torch.int64)
     free = iter((torch.randperm(39) + 1).tolist())
-    queries, whole = [], []
-    threads = attention_threads(head_dim)
     for row, length in enumerate(lengths):
         pages = -(-length // 64)
         tables[row, :pages] = torch.tensor([next(free) for _ in range(pages)])
-        at = torch.arange(length)
-        k, v = (torch.randn(length, kv_heads, head_dim).to(dtype) for _ in range(2))
+    tables = tables.to(device_of(backend))
+
+    def attend(spans: Sequence[tuple[int, int, int]]) -> Tensor:
+        rows, starts, counts = zip(*spans, strict=True)
+        plan = ops.plan_attention(shape, starts, counts, tables[list(rows)], window)
+        q = torch.cat([queries[row][start : start + count] for row, start, count in spans])
+        return ops.paged_attention(q, *caches, plan, 0.3)
+
+    queries, whole = [], []
+    for row, length in enumerate(lengths):
+        at = torch.arange(length, device=tables.device)
+        k, v = (some(backend, length, kv_heads, head_dim, dtype=dtype) for _ in range(2))
         write_kv(k, v, *caches, tables[row, at // 64] * 64 + at % 64)
-        queries.append(torch.randn(length, heads, head_dim).to(dtype))
-        plan = plan_attention(shape, [0], [length], tables[row : row + 1], window)
-        whole.append(paged_attention(queries[-1], *caches, plan, 0.3, threads))
-    for trial in range(24):
-        rows = random.sample(range(len(lengths)), random.randint(1, len(lengths)))
-        starts, counts = [], []
-        for row in rows:
-            starts.append(random.randrange(lengths[row]))
-            counts.append(1 if trial % 3 == 0 else random.randint(1, lengths[row] - starts[-1]))
-        spans = list(zip(rows, starts, counts, strict=True))
-        plan = plan_attention(shape, starts, counts, tables[rows], window)
-        got = paged_attention(
-            torch.cat([queries[r][s : s + c] for r, s, c in spans]), *caches, plan, 0.3, threads
-        )
-        assert_same_bits(
-            f"attention {spans}", got, torch.cat([whole[r][s : s + c] for r, s, c in spans])
-        )
+        queries.append(some(backend, length, heads, head_dim, dtype=dtype))
+        whole.append(attend([(row, 0, length)]))
+    for trial in range(trials):
+        spans = []
+        for row in random.sample(range(len(lengths)), random.randint(1, len(lengths))):
+            start = random.randrange(lengths[row])
+            spans.append(
+                (row, start, 1 if trial % 3 == 0 else random.randint(1, lengths[row] - start))
+            )
+        want = torch.cat([whole[row][start : start + count] for row, start, count in spans])
+        assert_same_bits(f"attention {spans}", attend(spans), want)
 
 
 # ---------------------------------------------------------------- a layer
@@ -303,6 +397,28 @@ def test_model_alone_and_in_company(checkpoint: Path, tp: int, dtype: str) -> No
         ):
             assert answer.token_ids == alone.token_ids
             assert_same_bits("logits", torch.stack(answer.logits), torch.stack(alone.logits))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_model_with_attention_by_the_formula(checkpoint: Path, dtype: str) -> None:
+    """`--attn reference`: close to the tiles, and one answer of its own."""
+    prompts = [random_ids(count, seed=count) for count in (2, 64, 65, 90)]
+    engine = LocalEngine(checkpoint, dtype=dtype, attn="reference")
+    tiled = LocalEngine(checkpoint, dtype=dtype).prompt_logits(prompts[-1])
+    assert_close(
+        "logits",
+        engine.prompt_logits(prompts[-1]),
+        tiled,
+        {"float32": 1e-5, "bfloat16": 0.02}[dtype],
+    )
+    solo = [engine.generate([prompt], max_tokens=6)[0] for prompt in prompts]
+    crowded = LocalEngine(
+        checkpoint, dtype=dtype, attn="reference", max_step_tokens=64, num_blocks=5, max_requests=3
+    )
+    answers = crowded.generate(prompts, max_tokens=6, arrivals=[0, 1, 1, 3])
+    for alone, answer in zip(solo, answers, strict=True):
+        assert answer.token_ids == alone.token_ids
+        assert_same_bits("logits", torch.stack(answer.logits), torch.stack(alone.logits))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

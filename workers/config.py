@@ -11,6 +11,8 @@ BLOCK_SIZE = 64
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "random")
 DEVICES = ("auto", "cpu", "cuda")
+ATTENTIONS = ("auto", "triton", "torch-flash", "reference")
+NUMERICS = ("exact", "fast")
 HOST_SHARE, CARD_SHARE = 0.25, 0.9
 """What --memory-utilization is unless the user says: on the CPU, on a GPU."""
 SERVED_DEVICES = ("cpu", "cuda")
@@ -30,7 +32,15 @@ class WorkerConfig:
     """Activations and weights: float32, bfloat16 or float16; auto: the checkpoint's own on a
     GPU, float32 on the CPU."""
     device: str = "auto"
-    """cpu or cuda; auto: cuda where a GPU is visible and this version has kernels for it."""
+    """cpu or cuda; auto: cuda where a GPU is visible and torch is built for it."""
+    attn: str = "auto"
+    """How attention is computed. auto: by our own kernels: triton on a GPU, fixed tiles on the CPU.
+    reference: by the formula, one query at a time, to compare with; slow. torch-flash: by torch's
+    flash attention on a GPU, whose bits differ between prompts and decoding: with --numerics fast
+    only."""
+    numerics: str = "exact"
+    """exact: whatever would make an answer depend on its company is refused. fast: it is permitted;
+    today that is --attn torch-flash."""
     load_format: str = "auto"
     """Where weights come from: auto: the files, or random ones for a shape; random: the config of
     MODEL, whose weight files may be missing, and random weights, the same on every machine."""

@@ -91,7 +91,7 @@ class Worker:
         self._report.enter("check memory")
         check_weights(self._partition, self._rank, self._dtype, self._device.type, free)
         self._report.enter("prove exactness")
-        ops = dispatch.resolve(self._device, self._config.model.head_dim)
+        ops = dispatch.resolve(self._device, self._config.model.head_dim, self._config.attn)
         ops = with_references(ops, self._config.reference_ops)
         if self._config.trace_dir:
             self._tracer = Tracer(
@@ -202,7 +202,7 @@ class Worker:
         off = "--no-graphs" if config.no_graphs else ""
         graphs = GraphPool(self._device, self._group, (self._cache, slots), off)
         decode = None
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and config.attn == "triton":
             width, rows = config.model.hidden_size, config.max_requests
             buffers = StepBuffers(rows, width, self._dtype, self._device)
             decode = DecodeSteps(

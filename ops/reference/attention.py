@@ -23,7 +23,9 @@ def attention(
     group = q.shape[1] // k.shape[1]
     wide_k = k.float().repeat_interleave(group, dim=1)
     wide_v = v.float().repeat_interleave(group, dim=1)
-    scores = torch.einsum("thd,khd->htk", q.float(), wide_k) * scale
+    # A copy, since the bits of a library's product may follow where in memory its operand begins.
+    wide_q = q.clone().float()
+    scores = torch.einsum("thd,khd->htk", wide_q, wide_k) * scale
     key = torch.arange(k.shape[0], device=q.device)
     if slopes is not None:
         distance = (key[None, :] - positions[:, None]).float()

@@ -77,6 +77,34 @@ def test_company_chunks_hits_and_preemption_change_no_bit(model: Path, dtype: st
     assert tight.num_preemptions > 0
 
 
+@pytest.mark.parametrize("model", ["llama-bias-llama3", "qwen3"], indirect=True)
+@pytest.mark.parametrize("attn", ["reference", "torch-flash"])
+def test_every_attention_gives_the_logits_of_triton(model: Path, attn: str) -> None:
+    ids = ids_for(model, 100)
+    triton, other = (
+        LocalEngine(model, dtype="bfloat16", device=GPU, attn=name) for name in ("triton", attn)
+    )
+    want = triton.prompt_logits(ids)
+    assert_close(attn, other.prompt_logits(ids), want, BF16)
+    # Decoded and in chunks too: that it ends is what can be said of tokens.
+    answers = other.generate([ids[:70], ids[:5]], max_tokens=8)
+    assert [len(answer.token_ids) for answer in answers] == [8, 8]
+
+
+@pytest.mark.parametrize("model", ["qwen2-sliding", "qwen3"], indirect=True)
+def test_attention_by_the_formula_has_one_answer(model: Path) -> None:
+    prompts = [ids_for(model, length, seed=length) for length in (1, 64, 65, 90)]
+    alone = LocalEngine(model, dtype="bfloat16", device=GPU, attn="reference", prefix_cache=False)
+    want = [alone.generate([prompt], max_tokens=8)[0] for prompt in prompts]
+    crowded = LocalEngine(
+        model, dtype="bfloat16", device=GPU, attn="reference", max_step_tokens=64, num_blocks=5
+    )
+    got = crowded.generate(prompts, max_tokens=8, arrivals=[0, 1, 1, 3])
+    for one, other in zip(want, got, strict=True):
+        assert other.token_ids == one.token_ids
+        assert_same_bits("logits", torch.stack(other.logits), torch.stack(one.logits))
+
+
 def test_seeded_answers_are_the_same_alone_and_in_company(model: Path) -> None:
     params = [
         SamplingParams(temperature=0.8, seed=1),

@@ -45,7 +45,7 @@ def test_generate_continues_prompts_in_order(model):
         num_prompt_tokens=1,
         first_token_s=0.5,
         total_s=0.6,
-        numerics=f"cpu float32 tp=2 unisono {unisono.__version__}",
+        numerics=f"cpu float32 tp=2 attn=tiled numerics=exact unisono {unisono.__version__}",
     )
     assert single.token_s == pytest.approx(0.1)
     [engine] = FakeEngine.made

@@ -93,6 +93,14 @@ def test_options_survive_and_the_rest_is_default():
         ),
         ({"tp": 0}, CPU, "--tp 0: must be at least 1"),
         ({"kv_tokens": -1}, CPU, "--kv-tokens -1: must be at least 0"),
+        ({"attn": "triton"}, CPU, "--attn triton: needs a GPU; on cpu choose auto or reference"),
+        (
+            {"attn": "torch-flash"},
+            TWO_GPUS,
+            "--attn torch-flash: --numerics exact refuses it, since a token has other bits decoded "
+            "than in a prompt; choose --attn auto, triton or reference, or --numerics fast",
+        ),
+        ({"attn": "tiled"}, CPU, "--attn tiled: choose auto, triton, torch-flash or reference"),
     ],
     ids=str,
 )
@@ -100,6 +108,39 @@ def test_refusals(options, host, message):
     with pytest.raises(ConfigError) as caught:
         worker_of(options, host=host)
     assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_attention_is_the_devices_own_unless_asked_otherwise():
+    assert worker_of().attn == "tiled"
+    assert worker_of(host=TWO_GPUS).attn == "triton"
+    for host in (CPU, TWO_GPUS):
+        assert worker_of({"attn": "reference"}, host=host).attn == "reference"
+    assert worker_of({"attn": "triton", "dtype": "float32"}, host=TWO_GPUS).attn == "triton"
+    fast = worker_of({"attn": "torch-flash", "numerics": "fast"}, host=TWO_GPUS)
+    assert (fast.attn, fast.numerics) == ("torch-flash", "fast")
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize(
+    ("options", "model", "message"),
+    [
+        ({"device": "cpu"}, {}, "needs a GPU; on cpu choose auto or reference"),
+        ({"dtype": "float32"}, {}, "serves no float32; choose --dtype bfloat16 or float16, or --a"),
+        (
+            {},
+            {"sliding_windows": (0, 32)},
+            "serves no sliding window, and this model has one of 32 tokens; choose --attn auto, ",
+        ),
+        ({}, {"head_dim": 264}, "serves heads of up to 256 channels, and this model's have 264; "),
+    ],
+    ids=str,
+)
+def test_torch_flash_is_refused_where_it_cannot_serve(options, model, message, numerics):
+    options = {"attn": "torch-flash", "numerics": numerics, **options}
+    with pytest.raises(ConfigError) as caught:
+        worker_of(options, host=TWO_GPUS, **model)
+    assert str(caught.value).startswith(f"--attn torch-flash: {message}")
     assert "\n" not in str(caught.value)
 
 

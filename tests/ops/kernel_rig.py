@@ -59,6 +59,20 @@ def kept_blas_settings() -> Iterator[None]:
     matmul.allow_fp16_reduced_precision_reduction = fp16
 
 
+def make_products_hide_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the interpreter sum a product in float64, rounded once: NumPy's order of a sum follows
+    the tile's shape."""
+    if IS_GPU:
+        return
+    from triton.runtime import interpreter
+
+    def create_dot(_self: Any, a: Any, b: Any, d: Any, *_args: Any) -> Any:
+        product = a.data.astype("float64") @ b.data.astype("float64") + d.data
+        return interpreter.TensorHandle(product.astype("float32"), d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
 def _let_loops_count() -> None:
     """Have the interpreter take a kernel's argument as the bound of a loop under NumPy 2.4 too.
 

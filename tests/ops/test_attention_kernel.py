@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 
 from tests.closeness import assert_close, assert_same_bits
-from tests.ops.kernel_rig import DEVICE, DTYPES, IS_GPU, MARKS, poisoned
+from tests.ops.kernel_rig import (
+    DEVICE,
+    DTYPES,
+    IS_GPU,
+    MARKS,
+    make_products_hide_their_shape,
+    poisoned,
+)
 from unisono.ops.attention import AttentionShape
 from unisono.ops.kernels import attention
 from unisono.ops.kernels.attention import (
@@ -30,16 +36,7 @@ DTYPE = torch.bfloat16 if IS_GPU else torch.float16
 
 @pytest.fixture(autouse=True)
 def products_that_do_not_show_their_shape(monkeypatch):
-    """NumPy's order of a sum follows the tile's shape; sums in float64 round to one float32."""
-    if IS_GPU:
-        return
-    from triton.runtime import interpreter
-
-    def create_dot(_self, a, b, d, *_args):
-        product = a.data.astype(np.float64) @ b.data.astype(np.float64) + d.data
-        return interpreter.TensorHandle(product.astype(np.float32), d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    make_products_hide_their_shape(monkeypatch)
 
 
 @dataclass

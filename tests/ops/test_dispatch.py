@@ -25,6 +25,18 @@ def test_a_device_without_ops_is_refused_by_name() -> None:
         dispatch.resolve(torch.device("meta"), 64)
 
 
+def test_attention_by_name_and_nothing_else_changes() -> None:
+    own, tiled, formula = (
+        dispatch.resolve(torch.device("cpu"), 8, attn) for attn in ("auto", "tiled", "reference")
+    )
+    assert tiled.plan_attention is own.plan_attention is not formula.plan_attention
+    assert formula.paged_attention is not own.paged_attention
+    assert formula.rms_norm is own.rms_norm
+    for attn in ("triton", "torch-flash", "flash"):
+        with pytest.raises(ValueError, match=f"no attention '{attn}' on cpu"):
+            dispatch.resolve(torch.device("cpu"), 8, attn)
+
+
 def test_use_replaces_an_op_inside_the_block_only() -> None:
     def planted(x: torch.Tensor) -> torch.Tensor:
         return x
