@@ -25,14 +25,7 @@ from unisono.launcher.config import LOG_LEVELS, LaunchConfig
 from unisono.models.config import ConfigError, ModelConfig
 from unisono.runtime.config import RuntimeConfig
 from unisono.runtime.protocol import SamplingParams, Submit
-from unisono.workers.config import (
-    ATTENTIONS,
-    DEVICES,
-    DTYPES,
-    LOAD_FORMATS,
-    NUMERICS,
-    WorkerConfig,
-)
+from unisono.workers.config import CHOICES, WorkerConfig
 
 LAUNCH_OPTIONS = (
     "tp",
@@ -76,14 +69,7 @@ SAMPLING_OPTIONS = (
 LOGPROB_OPTIONS = ("logprobs", "prompt_logprobs")
 """Sampling options whose outcome is no text: only JSON and the library show it."""
 
-_CHOICES = {
-    "dtype": DTYPES,
-    "device": DEVICES,
-    "attn": ATTENTIONS,
-    "numerics": NUMERICS,
-    "load_format": LOAD_FORMATS,
-    "log_level": LOG_LEVELS,
-}
+_CHOICES = {**CHOICES, "log_level": LOG_LEVELS}
 _LEAST = {
     "tp": 1,
     "max_requests": 1,

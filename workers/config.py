@@ -13,6 +13,14 @@ LOAD_FORMATS = ("auto", "random")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTIONS = ("auto", "triton", "torch-flash", "reference")
 NUMERICS = ("exact", "fast")
+CHOICES = {
+    "dtype": DTYPES,
+    "device": DEVICES,
+    "attn": ATTENTIONS,
+    "numerics": NUMERICS,
+    "load_format": LOAD_FORMATS,
+}
+"""The legal values of fields of `WorkerConfig`."""
 HOST_SHARE, CARD_SHARE = 0.25, 0.9
 """What --memory-utilization is unless the user says: on the CPU, on a GPU."""
 SERVED_DEVICES = ("cpu", "cuda")
