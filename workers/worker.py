@@ -202,7 +202,8 @@ class Worker:
         off = "--no-graphs" if config.no_graphs else ""
         graphs = GraphPool(self._device, self._group, (self._cache, slots), off)
         decode = None
-        if self._device.type == "cuda" and config.attn == "triton":
+        kernels = config.attn == "triton" and "paged_attention" not in config.reference_ops
+        if self._device.type == "cuda" and kernels:
             width, rows = config.model.hidden_size, config.max_requests
             buffers = StepBuffers(rows, width, self._dtype, self._device)
             decode = DecodeSteps(
