@@ -68,7 +68,7 @@ class OneAnswer:
             )
         )
 
-    def submit(self, prompt_ids, params):
+    def submit(self, prompt_ids, params, priority):
         return 1
 
     def abort(self, request_id):

@@ -89,5 +89,24 @@ def _let_loops_count() -> None:
     interpreter._patch_lang_tensor = patch_and_mend
 
 
+def _keep_spread_masks() -> None:
+    """Have the interpreter of Triton 3.9 keep a truth value one when it is spread over a block.
+
+    It makes whole numbers of it there, and then takes no such mask.
+    """
+    from triton.runtime import interpreter
+
+    spread = interpreter.InterpreterBuilder.create_splat
+
+    def spread_and_mend(self: Any, kind: Any, value: Any) -> Any:
+        block = spread(self, kind, value)
+        if value.data.dtype == bool:
+            block.data = block.data.astype(bool)
+        return block
+
+    interpreter.InterpreterBuilder.create_splat = spread_and_mend
+
+
 if not IS_GPU:
     _let_loops_count()
+    _keep_spread_masks()
