@@ -165,7 +165,7 @@ def test_greedy_answers_of_small_models_vary(family: str, changes: dict[str, obj
 def test_greedy_answers_of_a_deep_model_vary() -> None:
     """Thirty layers and a tied head: neither one repeated token nor the prompt's last one."""
     engine = LocalEngine(SHAPES["smollm2-135m"])
-    prompts = [random_ids(6, 49152, seed=n) for n in range(4)]
+    prompts = [random_ids(6, 49152, seed=n) for n in range(2)]
     for prompt, answer in zip(prompts, engine.generate(prompts, max_tokens=12), strict=True):
         assert answer.token_ids[0] != prompt[-1]
         assert len({*answer.token_ids}) >= 9, answer.token_ids
