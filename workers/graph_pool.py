@@ -76,13 +76,6 @@ class GraphPool:
         self.num_replays += 1
         return captured.output  # type: ignore[return-value]
 
-    def forget(self) -> None:
-        """Drop every graph, once the device has finished those in flight."""
-        if self._graphs:
-            torch.cuda.synchronize()
-        self._graphs.clear()
-        self._pool = None
-
     def _not_yet(self, name: tuple[str, Hashable]) -> str:
         if name in self._warm:
             return ""

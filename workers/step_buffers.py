@@ -26,7 +26,6 @@ class StepBuffers:
         self.slots, self.token_ids = numbers(), numbers()
         self.positions, self.slot_mapping = numbers(), numbers()
         self.hidden = torch.zeros(max_rows, width, dtype=dtype, device=device)
-        self.generation = 1
         self._given = torch.zeros(RING, max_rows, dtype=torch.int64, pin_memory=True)
         self._results = torch.zeros(RING, max_rows, dtype=torch.int64, pin_memory=True)
         self._place = 0
