@@ -277,7 +277,7 @@ class Engine:
                 return
 
     def _await_flight(self, supervisor: Supervisor) -> None:
-        """Give the runtime the time to write the last steps, which it does before it reports.
+        """Give the runtime the time to write the last steps, of which it tells after all faults.
 
         Of a process that died without a word it hears from us only.
         """
@@ -289,11 +289,10 @@ class Engine:
             self._peer.send(Crashed(message=str(lost)))
         deadline = time.monotonic() + FLIGHT_S
         while self._recorded is None and time.monotonic() < deadline:
-            if any(end.name == process_name(-1) for end in supervisor.poll()):
-                break
+            ended = any(end.name == process_name(-1) for end in supervisor.poll())
             self._receive(0.02)
-        # A report follows at once, and names the cause better than we can.
-        self._receive(0.02)
+            if ended:
+                break
 
     def _broken(self, what: str) -> WorkerLost:
         self._lost = WorkerLost(f"runtime broke the protocol: {what}")

@@ -134,20 +134,23 @@ def _bring_up(clients: Hub, workers: WorkerGroup) -> dict[int, Loaded]:
 
 
 def _report(error: Exception, orders: RuntimeOrders, clients: Hub, workers: WorkerGroup) -> None:
-    """Write the last steps first; then tell every rank's fault, the cause before the others."""
-    if not isinstance(error, RankFault):
-        failures = [_own_failure(error)]
-        path = _write_flight(orders, workers, failures[0])
-    else:
-        failures = [_of_fault(error.fault)]
-        path = _write_flight(orders, workers, failures[0])
+    """Write the last steps, then tell every fault, the cause first, and where the steps are.
+
+    That a process is gone may be heard of before the fault it left on the ranks' channel.
+    """
+    own = _of_fault(error.fault) if isinstance(error, RankFault) else _own_failure(error)
+    path = _write_flight(orders, workers, own)
+    failures = [] if isinstance(error, ToldToEnd) else [own]
+    if isinstance(error, RankFault | ToldToEnd):
         failures += map(_of_fault, workers.drain_faults(_ROOT_CAUSE_S))
         failures.sort(key=lambda failed: failed.secondary)
-        if error.fault.secondary and not failures[0].secondary:
+        is_cause = bool(failures) and not failures[0].secondary
+        if is_cause and failures[0] is not own:
             path = _write_flight(orders, workers, failures[0])
-    clients.send(CLIENT, Recorded(path=path))
-    for failure in () if isinstance(error, ToldToEnd) else failures:
+    for failure in failures:
         clients.send(CLIENT, failure)
+    # Last, so that who has it has all: the launcher waits for it.
+    clients.send(CLIENT, Recorded(path=path))
 
 
 def _write_flight(orders: RuntimeOrders, workers: WorkerGroup, failure: Failed) -> str:
