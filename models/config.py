@@ -39,11 +39,50 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaConfig:
+    """A gated delta net: a recurrent layer in the place of attention."""
+
+    num_key_heads: int
+    num_value_heads: int
+    """A multiple of `num_key_heads`: value head v reads key head v // (their ratio)."""
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int
+    """Taps of the causal convolution before it, the token's own among them."""
+    is_grouped: bool = False
+    """How the checkpoint lays out its projections: by key head (qwen3_next), or q, k, v each whole
+    (qwen3_5)."""
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return (
+            2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of gated MLPs: each token takes the few that its router likes best."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    width: int
+    """Channels of one expert."""
+    shared_width: int = 0
+    """Channels of the expert that every token takes, behind a gate of its own; 0: there is none."""
+    renormalise: bool = True
+    """The weights of the chosen ones are scaled to sum to 1."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have an ordinary MLP instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer of the llama kind, as its checkpoint describes it."""
 
     family: str
-    """llama, qwen2 or qwen3: a key of `models.registry.FAMILIES`."""
+    """A key of `models.registry.FAMILIES`."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -66,6 +105,37 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Union of what config.json and generation_config.json name."""
+
+    zero_centred_norms: bool = False
+    """Norms multiply by 1 + weight, in fp32. The norm inside a delta net does not."""
+    attn_output_gate: bool = False
+    """Attention's output is multiplied by sigmoid of a gate, whose rows lie beside each head's in
+    q_proj."""
+    delta: DeltaConfig | None = None
+    delta_layers: tuple[bool, ...] = ()
+    """Whether layer i is a gated delta net; empty: none is."""
+    experts: ExpertsConfig | None = None
+    num_mtp_layers: int = 0
+    """Layers of its own that draft tokens (multi-token prediction), where the checkpoint has
+    them."""
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether requests have a recurrent state beside their KV."""
+        return any(self.delta_layers)
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers with a KV cache."""
+        return self.num_layers - sum(self.delta_layers)
+
+    def is_delta(self, layer: int) -> bool:
+        """Whether `layer` is a gated delta net; else it is attention."""
+        return bool(self.delta_layers) and self.delta_layers[layer]
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of `layer` is a mixture of experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def window_of(self, layer: int) -> int:
         """Return the sliding window of `layer` in keys; 0 where it sees everything."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,9 +35,12 @@ class Build:
         """The same for a part of the model, whose ops are watched under its name."""
         return replace(self, scope=f"{self.scope}.{name}" if self.scope else name)
 
-    def empty(self, *shape: int) -> Tensor:
-        """Uninitialised weights; the ledger proves that they are filled."""
-        return torch.empty(*shape, dtype=self.dtype, device=self.device)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Uninitialised weights, of the model's dtype unless one is given.
+
+        The ledger proves that they are filled.
+        """
+        return torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class ForwardBatch:
     """[T] int64, block * BLOCK_SIZE + offset: where each token's KV goes."""
     attention: Mapping[int, Any]
     """What `Ops.plan_attention` made, by sliding window (0: none), for each the model uses."""
+    delta: Any = None
+    """What `Ops.plan_delta` made; None where the model has no recurrent state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +65,21 @@ class LayerCache:
 
     k: Tensor
     v: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateCache:
+    """The recurrent states of one gated delta net, those of all requests. State 0 is scratch.
+
+    conv [states, conv_width - 1, channels] in the model's dtype: the last inputs of the
+    convolution, the newest last. state [states, value_heads, value_head_dim, key_head_dim] fp32
+    (or bf16, rounded after every token): the transpose of the S of the formula, so that keys lie
+    side by side.
+    """
+
+    conv: Tensor
+    state: Tensor
+
+
+Caches = Sequence[LayerCache | StateCache]
+"""By layer."""
