@@ -17,8 +17,8 @@ import torch
 
 from unisono.models.gguf import GgufFile, open_gguf
 from unisono.models.headers import DTYPE_BYTES, read_headers
-from unisono.models.partition import WeightSpec
 from unisono.models.tensor_info import CheckpointError, TensorInfo
+from unisono.models.weight_specs import WeightSpec
 
 _TORCH_DTYPES = {
     "F64": torch.float64,

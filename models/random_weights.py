@@ -18,7 +18,7 @@ from torch import Tensor
 from unisono.models.checkpoint import Checkpoint, open_checkpoint
 from unisono.models.ledger import WeightSource
 from unisono.models.overlay import overlay_part_of
-from unisono.models.partition import WeightSpec
+from unisono.models.weight_specs import WeightSpec
 from unisono.ops.reference.random_values import STD, random_values
 
 SMALL = 2.0**-18
