@@ -47,7 +47,8 @@ class Checkpoint(ABC):
         """Return the stored bytes that reading `spec` takes."""
 
     @abstractmethod
-    def _copy(self, spec: WeightSpec, target: torch.Tensor) -> None: ...
+    def _copy(self, spec: WeightSpec, target: torch.Tensor) -> None:
+        """Write a part that is one range."""
 
     def read(self, spec: WeightSpec) -> torch.Tensor:
         """Return `spec`'s part in memory of its own: CPU, `spec.local_shape`, `dtype_of` it.
@@ -71,7 +72,8 @@ class Checkpoint(ABC):
                 f"{[*target.shape]}"
             )
         with torch.no_grad():
-            self._copy(spec, target)
+            for piece, place in spec.pieces():
+                self._copy(piece, target[place])
         self.bytes_read += self.nbytes(spec)
 
     def _find(self, spec: WeightSpec) -> TensorInfo:

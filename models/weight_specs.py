@@ -48,7 +48,10 @@ class WeightSpec:
 
     @property
     def num_elements(self) -> int:
-        return math.prod(self.local_shape)
+        whole = math.prod(self.shape)
+        if self.dim is None:
+            return whole
+        return whole // self.shape[self.dim] * sum(stop - start for start, stop in self.ranges)
 
     def nbytes(self, item_bytes: int) -> int:
         """Return the bytes of the part in memory, in a model whose numbers take `item_bytes`."""
