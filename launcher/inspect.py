@@ -174,7 +174,7 @@ def _mixtures(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{experts['width']:,} channels{shared}; in {facts['expert_layers']} layers",
         )
     if facts["mtp_layers"]:
-        yield "drafter", f"{facts['mtp_layers']} of its own, not used"
+        yield "MTP layers", f"{facts['mtp_layers']} in the checkpoint, not used"
 
 
 def _tables(report: Report) -> list[Table]:

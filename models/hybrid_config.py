@@ -96,7 +96,9 @@ def _read_experts(config: ModelConfig, fields: Fields) -> ExpertsConfig | None:
         return None
     chosen = fields.whole("num_experts_per_tok", default.num_experts_per_tok)
     if chosen > count:
-        raise fields.fault("num_experts_per_tok", f"there are {count} experts to choose from")
+        raise ConfigError(
+            f"{fields.where}: num_experts_per_tok {chosen} is above {name} {count}; legal: up to that"
+        )
     renormalise = fields.flag("norm_topk_prob", default.renormalise)
     if all_layers and not renormalise:
         raise fields.fault("norm_topk_prob", f"legal for {config.family}: true")
