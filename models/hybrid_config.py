@@ -97,7 +97,8 @@ def _read_experts(config: ModelConfig, fields: Fields) -> ExpertsConfig | None:
     chosen = fields.whole("num_experts_per_tok", default.num_experts_per_tok)
     if chosen > count:
         raise ConfigError(
-            f"{fields.where}: num_experts_per_tok {chosen} is above {name} {count}; legal: up to that"
+            f"{fields.where}: num_experts_per_tok {chosen} is above {name} {count}; legal: up to "
+            "that many"
         )
     renormalise = fields.flag("norm_topk_prob", default.renormalise)
     if all_layers and not renormalise:
