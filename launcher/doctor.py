@@ -203,14 +203,25 @@ def _rank_shapes(partition: ModelPartition, dtype: str) -> Iterator[LinearShape]
     config = partition.config
     queries = partition.heads.size(0) * config.head_dim
     keys = partition.kv_heads.size(0) * config.head_dim
-    mlp, hidden = partition.mlp.size(0), config.hidden_size
-    for name, out, width in (
-        ("qkv", queries + 2 * keys, hidden),
+    hidden = config.hidden_size
+    shapes = [
+        ("qkv", queries * (1 + config.attn_output_gate) + 2 * keys, hidden),
         ("o_proj", hidden, queries),
-        ("gate and up", 2 * mlp, hidden),
-        ("down_proj", hidden, mlp),
+    ]
+    if delta := config.delta:
+        values = partition.value_heads.size(0) * delta.value_head_dim
+        mixed = 2 * partition.key_heads.size(0) * delta.key_head_dim + values
+        shapes += [("delta in", mixed + values, hidden), ("delta out", hidden, values)]
+    for name, cut in (
+        ("", partition.mlp),
+        ("expert ", partition.experts),
+        ("shared expert ", partition.shared_expert),
     ):
-        yield LinearShape(name=name, out_features=out, in_features=width, dtype=dtype)
+        if width := cut.size(0):
+            shapes.append((name + "gate and up", 2 * width, hidden))
+            shapes.append((name + "down_proj", hidden, width))
+    for name, out, inner in shapes:
+        yield LinearShape(name=name, out_features=out, in_features=inner, dtype=dtype)
     yield LinearShape(
         name="head", out_features=partition.vocab.size(0), in_features=hidden, dtype="float32"
     )
