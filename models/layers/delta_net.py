@@ -86,6 +86,6 @@ class DeltaNet:
         y = ops.delta_rule(
             mixed, b, a, self.decay, self.dt_bias, cache.state, batch.delta, self._keys
         )
-        gates = z.reshape(-1, self._value_dim)
-        normed = ops.gated_rms_norm(y.view(-1, self._value_dim), gates, self.norm, self._eps)
-        return self.out(normed.view(x.shape[0], -1))
+        gates = z.unflatten(1, (self._values, self._value_dim))
+        normed = ops.gated_rms_norm(y, gates, self.norm, self._eps)
+        return self.out(normed.flatten(1))
