@@ -102,12 +102,12 @@ def model_fit(name: str, partition: ModelPartition, dtype: str, host: HostReport
     """Compute what a model needs in `dtype`, and whether this host has it."""
     config, item = partition.config, _ITEM_BYTES[dtype]
     ranks = range(partition.ranks)
-    elements = sum(spec.num_elements for rank in ranks for spec in partition.weights(rank))
     # The head is packed in float32, beside the embedding where the two are tied.
     head = config.vocab_size * config.hidden_size * (4 if config.tie_word_embeddings else 4 - item)
-    weights = elements * item + head
+    read = sum(spec.nbytes(item) for rank in ranks for spec in partition.weights(rank))
+    weights = read + head
     heads = sum(partition.kv_heads.size(rank) for rank in ranks)
-    per_token = 2 * config.num_layers * heads * config.head_dim * item
+    per_token = 2 * config.num_kv_layers * heads * config.head_dim * item
     left = host.memory_available - weights
     return ModelFit(
         name=name,

@@ -10,7 +10,8 @@ import pytest
 
 from tests.launcher.fakes import tiny_model, write_checkpoint
 from unisono.launcher import cli
-from unisono.launcher.inspect import CARDS, WIDTH, _runs, _size, make_report, plain_lines
+from unisono.launcher.inspect import WIDTH, _runs, _size, plain_lines
+from unisono.launcher.inspect_report import CARDS, make_report
 from unisono.models.config import ModelConfig, RopeConfig
 from unisono.models.partition import ModelPartition
 

@@ -15,10 +15,11 @@ from tests.tiny import random_ids
 from unisono.models import random_weights
 from unisono.models.config import ModelConfig, RopeConfig
 from unisono.models.ledger import fill_weights
-from unisono.models.partition import ModelPartition, WeightSpec
+from unisono.models.partition import ModelPartition
 from unisono.models.random_weights import RandomWeights, fill_random
 from unisono.models.shapes import SHAPES
 from unisono.models.tensor_info import CheckpointError
+from unisono.models.weight_specs import WeightSpec
 
 RANKS = 5e-6
 """Relative rms between rank counts, as for checkpoints: only row-parallel sums are split."""
