@@ -31,7 +31,7 @@ def unit_heads(mixed: Tensor, num_key_heads: int, key_dim: int, value_dim: int) 
     keys = num_key_heads * key_dim
     q, k, v = mixed.float().tensor_split((keys, 2 * keys), dim=1)
     q, k = (_unit(x.reshape(len(x), num_key_heads, key_dim)) for x in (q, k))
-    return [q * key_dim**-0.5, k, v.reshape(len(v), -1, value_dim)]
+    return [q * key_dim**-0.5, k, v.unflatten(1, (-1, value_dim))]
 
 
 def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
