@@ -27,8 +27,8 @@ class DeltaNet:
         config, rank = partition.config.delta, build.group.rank
         assert config is not None
         self._ops = build.ops
-        self._keys = keys = partition.delta_keys.size(rank)
-        self._values = values = partition.delta_values.size(rank)
+        self._keys = keys = partition.key_heads.size(rank)
+        self._values = values = partition.value_heads.size(rank)
         self._key_dim, self._value_dim = config.key_head_dim, config.value_head_dim
         self._is_grouped = config.is_grouped
         self._eps = partition.config.rms_norm_eps

@@ -12,7 +12,7 @@ from torch import Tensor
 from unisono.models.interface import Build
 from unisono.models.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from unisono.models.partition import ModelPartition
-from unisono.ops.table import Experts
+from unisono.ops.reference.experts import Experts
 
 
 class ExpertsMLP:
@@ -29,7 +29,7 @@ class ExpertsMLP:
         self._num_chosen = config.num_experts_per_tok
         self._renormalise = config.renormalise
         self.router = ReplicatedLinear(build.within("router"), "gate", hidden, config.num_experts)
-        width = partition.expert.size(build.group.rank)
+        width = partition.experts.size(build.group.rank)
         self.gate_up: Tensor | None = build.empty(config.num_experts, 2 * width, hidden)
         self.down: Tensor | None = build.empty(config.num_experts, hidden, width)
         self._experts: Experts
