@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unisono.ops.attention import AttentionShape
+from unisono.ops.delta import CHUNK, DeltaPlan
 from unisono.ops.linear import Linear
-from unisono.ops.reference import activation, embedding, norm, reduce, rope_kv
+from unisono.ops.reference import activation, embedding, experts, norm, reduce, rope_kv
 from unisono.ops.reference.attention import attention
+from unisono.ops.reference.delta_rule import gates, step, unit_heads
 from unisono.ops.reference.linear import linear
+from unisono.ops.reference.short_conv import short_conv
 from unisono.ops.table import Ops
 
 
@@ -78,14 +82,62 @@ def _pack_head(weight: Tensor) -> Linear:
     return lambda x: product(x.float())
 
 
+def _convolve(x: Tensor, weight: Tensor, conv: Tensor, plan: DeltaPlan) -> Tensor:
+    """A row at a time."""
+    outputs = [x[:0]]
+    for row, number in zip(plan.rows, plan.states.tolist(), strict=True):
+        past = torch.zeros_like(conv[number]) if row.start == 0 else conv[number]
+        inputs = torch.cat((past, x[row.first : row.first + row.count]))
+        outputs.append(short_conv(inputs, weight))
+        for at, target in (*row.saves, (row.count, number)):
+            conv[target] = inputs[at : at + len(past)]
+    return torch.cat(outputs)
+
+
+def _recur(
+    mixed: Tensor,
+    b: Tensor,
+    a: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    plan: DeltaPlan,
+    num_key_heads: int,
+) -> Tensor:
+    """A token at a time, those of prompts too; what is stored is rounded where it always is."""
+    outputs = [mixed.new_empty(0, *state.shape[1:3])]
+    for row, number in zip(plan.rows, plan.states.tolist(), strict=True):
+        saves, now = dict(row.saves), state[number].float().clone()
+        if row.start == 0:
+            now.zero_()
+        for at in range(row.count):
+            token = slice(row.first + at, row.first + at + 1)
+            q, k, v = unit_heads(mixed[token], num_key_heads, state.shape[3], state.shape[2])
+            q, k = (x.repeat_interleave(state.shape[1] // num_key_heads, dim=1) for x in (q, k))
+            g, beta = gates(b[token], a[token], decay, dt_bias)
+            outputs.append(step(now[None], q, k, v, g, beta).to(mixed.dtype))
+            if at + 1 >= row.num_chunked or (at + 1) % CHUNK == 0:
+                now = now.to(state.dtype).float()
+            if at + 1 in saves:
+                state[saves[at + 1]] = now
+        state[number] = now
+    return torch.cat(outputs)
+
+
 REFERENCES: dict[str, dict[str, Any]] = {
     "linear": {"pack_linear": _pack_linear, "pack_head": _pack_head},
     "rms_norm": {"rms_norm": norm.rms_norm},
     "add_rms_norm": {"add_rms_norm": norm.add_rms_norm},
+    "gated_rms_norm": {"gated_rms_norm": norm.gated_rms_norm},
     "silu_and_mul": {"silu_and_mul": activation.silu_and_mul},
+    "sigmoid_and_mul": {"sigmoid_and_mul": activation.sigmoid_and_mul},
     "embed_shard": {"embed_shard": embedding.embed_shard},
     "reduce_rows": {"reduce_rows": reduce.reduce_rows},
     "rope_and_write_kv": {"rope_and_write_kv": rope_kv.rope_and_write_kv},
     "paged_attention": {"plan_attention": _plan, "paged_attention": _attend},
+    "short_conv": {"short_conv": _convolve},
+    "delta_rule": {"delta_rule": _recur},
+    "route_experts": {"route_experts": experts.route_experts},
+    "experts": {"pack_experts": partial(experts.pack_experts, pack_linear=_pack_linear)},
 }
 """By the name a trace has for an op: the fields of `Ops` that its reference fills."""

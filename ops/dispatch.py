@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from unisono.ops import attention, exactness, flash, linear
+from unisono.ops import attention, delta, exactness, flash, linear
 from unisono.ops.by_reference import with_references
 from unisono.ops.reference import (
     activation,
     embedding,
+    experts,
     filters,
     gumbel,
     logprobs,
@@ -69,12 +70,15 @@ def _with_attention(ops: Ops, device: str, attn: str) -> Ops:
 
 def _cpu_ops(head_dim: int) -> Ops:
     proofs: linear.Proofs = {}
+    pack_linear = partial(linear.pack_linear, proofs=proofs)
     return Ops(
-        pack_linear=partial(linear.pack_linear, proofs=proofs),
+        pack_linear=pack_linear,
         pack_head=partial(linear.pack_head, proofs=proofs),
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
+        gated_rms_norm=norm.gated_rms_norm,
         silu_and_mul=activation.silu_and_mul,
+        sigmoid_and_mul=activation.sigmoid_and_mul,
         rope_and_write_kv=rope_kv.rope_and_write_kv,
         embed_shard=embedding.embed_shard,
         reduce_rows=reduce.reduce_rows,
@@ -82,6 +86,11 @@ def _cpu_ops(head_dim: int) -> Ops:
         paged_attention=partial(
             attention.paged_attention, threads=exactness.attention_threads(head_dim)
         ),
+        plan_delta=partial(delta.plan_delta, device=torch.device("cpu")),
+        short_conv=delta.short_conv,
+        delta_rule=delta.delta_rule,
+        route_experts=experts.route_experts,
+        pack_experts=partial(experts.pack_experts, pack_linear=pack_linear),
         argmax_keys=sampling.argmax_keys,
         unpack_keys=sampling.unpack_keys,
         add_noise=gumbel.add_noise,

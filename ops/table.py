@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unisono.ops import linear
 from unisono.ops.comm import Group
+from unisono.ops.reference.experts import Experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +21,19 @@ class Ops:
     pack_head: Callable[[Tensor], linear.Linear]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
+    sigmoid_and_mul: Callable[[Tensor, Tensor], Tensor]
     rope_and_write_kv: Callable[..., Tensor]
     embed_shard: Callable[[Tensor, Tensor, int], Tensor]
     reduce_rows: Callable[[Tensor, Tensor | None, Group], Tensor]
     plan_attention: Callable[..., Any]
     paged_attention: Callable[..., Tensor]
+    plan_delta: Callable[..., Any]
+    short_conv: Callable[..., Tensor]
+    delta_rule: Callable[..., Tensor]
+    route_experts: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+    pack_experts: Callable[[Tensor, Tensor], Experts]
     argmax_keys: Callable[[Tensor, int, int], Tensor]
     unpack_keys: Callable[[Tensor], tuple[Tensor, Tensor]]
     add_noise: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]

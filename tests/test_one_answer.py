@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.closeness import assert_close, assert_same_bits
-from tests.ops import kernel_rig
+from tests.ops import delta_rig, kernel_rig
 from tests.rig import LocalEngine, run_ranks
 from tests.tiny import random_ids, write_checkpoint
 from unisono.models.config import ModelConfig, RopeConfig
@@ -170,14 +170,40 @@ _WIDTHS = [(5,), (64,), (72,), (576,), (1003,), (4096,)]
 
 @on_every_backend(("width",), [*_WIDTHS, (40000,)], quick=[(72,), (577,)], compiled=_WIDTHS)
 def test_rms_norm(backend: str, dtype: torch.dtype, width: int) -> None:
-    ops, weight = ops_of(backend), some(backend, width, dtype=dtype)
+    """With weights of the model's dtype, and with those of a zero-centred norm, which are fp32."""
+    ops, own = ops_of(backend), some(backend, width, dtype=dtype)
     x = some(backend, num_rows(backend, 70), width, dtype=dtype)
+    for weight in (own, own.float() + 1):
 
-    def norm_of_sum(rows: Tensor) -> Tensor:
-        return torch.cat(ops.add_rms_norm(rows, rows / 2, weight, 1e-6), dim=1)
+        def norm_of_sum(rows: Tensor, weight: Tensor = weight) -> Tensor:
+            return torch.cat(ops.add_rms_norm(rows, rows / 2, weight, 1e-6), dim=1)
 
-    rows_keep_their_bits("norm", lambda rows: ops.rms_norm(rows, weight, 1e-6), x)
-    rows_keep_their_bits("norm of a sum", norm_of_sum, x)
+        rows_keep_their_bits("norm", lambda rows, w=weight: ops.rms_norm(rows, w, 1e-6), x)
+        rows_keep_their_bits("norm of a sum", norm_of_sum, x)
+
+
+@on_every_backend(("width",), [(5,), (12,), (128,), (1003,), (40000,)], quick=[(12,), (72,)])
+def test_gated_rms_norm(backend: str, dtype: torch.dtype, width: int) -> None:
+    ops, count = ops_of(backend), num_rows(backend, 70)
+    x, gate = (some(backend, count, width, dtype=dtype) for _ in range(2))
+    for weight in (some(backend, width, dtype=dtype), some(backend, width)):
+        rows_keep_their_bits(
+            "gated norm",
+            lambda r, w=weight: ops.gated_rms_norm(x[r], gate[r], w, 1e-6),
+            torch.arange(count, device=x.device),
+        )
+
+
+@on_every_backend(("width",), [(1,), (3,), (50,), (136,), (1536,)], quick=[(3,), (136,), (1030,)])
+def test_sigmoid_and_mul(backend: str, dtype: torch.dtype, width: int) -> None:
+    ops, count = ops_of(backend), num_rows(backend, 200)
+    x, wide = (some(backend, count, n, dtype=dtype) for n in (width, 3 * width + 1))
+    for gate in (4 * wide[:, :width], 4 * wide[:, -1:], wide[:, width : 2 * width]):
+        rows_keep_their_bits(
+            "gate",
+            lambda r, g=gate: ops.sigmoid_and_mul(x[r], g[r[0] : r[-1] + 1]),
+            torch.arange(count, device=x.device),
+        )
 
 
 @on_every_backend(("width",), [(1,), (3,), (50,), (136,), (1536,)], quick=[(3,), (136,), (1030,)])
@@ -336,6 +362,107 @@ def test_attention_in_any_company_and_chunk(
             )
         want = torch.cat([whole[row][start : start + count] for row, start, count in spans])
         assert_same_bits(f"attention {spans}", attend(spans), want)
+
+
+def assert_same_states(layer: delta_rig.Layer, number: int, want: tuple[Tensor, Tensor]) -> None:
+    for part, got, right in zip(("inputs", "state"), layer.state_of(number), want, strict=True):
+        assert_same_bits(f"{part} of state {number}", got, right)
+
+
+_DELTA_SHAPES = [
+    (delta_rig.Shape(2, 6, 8, 12), torch.float32),
+    (delta_rig.Shape(1, 1, 16, 16, 2), torch.float32),
+    (delta_rig.Shape(2, 4, 8, 8), torch.bfloat16),
+    (delta_rig.Shape(3, 3, 5, 7, 3), torch.float32),
+    (delta_rig.Shape(4, 8, 64, 72), torch.float32),
+]
+
+
+@on_every_backend(("shape", "state_dtype"), _DELTA_SHAPES, quick=[])
+def test_delta_rule_in_any_company_and_cut(
+    backend: str, dtype: torch.dtype, shape: delta_rig.Shape, state_dtype: torch.dtype
+) -> None:
+    """Outputs and states: a prompt cut anywhere on the grid, an answer cut anywhere, both again
+    from a state that was saved, beside others that do as they like."""
+    lengths = [(1, 9), (5, 5), (64, 90), (65, 70), (130, 150), (200, 201), (300, 340)]
+    layer = delta_rig.Layer(ops_of(backend), shape, lengths, dtype, state_dtype, device_of(backend))
+    whole, states, ends = [], {}, []
+    for i, request in enumerate(layer.requests):
+        borders = range(64, request.num_prompt + 1, 64)
+        free = range(len(lengths) + 1, len(lengths) + 1 + len(borders))
+        saves = tuple(zip(borders, free, strict=True))
+        whole += layer.run([delta_rig.Span(i, 0, len(request), saves)])
+        states |= {(i, length): layer.state_of(number) for length, number in saves}
+        ends.append(layer.state_of(i + 1))
+    for _ in range(3):
+        answer_in_company(layer, whole, states, ends)
+
+
+def answer_in_company(
+    layer: delta_rig.Layer,
+    whole: Sequence[Tensor],
+    states: dict[tuple[int, int], tuple[Tensor, Tensor]],
+    ends: Sequence[tuple[Tensor, Tensor]],
+) -> None:
+    requests = layer.requests
+    position = [0] * len(requests)
+    for i in range(len(requests)):
+        layer.spoil(i + 1)
+        borders = [length for of, length in states if of == i]
+        if borders and random.random() < 0.5:  # A prefix that is already known.
+            position[i] = random.choice(borders)
+            layer.put_state(i + 1, states[i, position[i]])
+    while unfinished := [i for i, request in enumerate(requests) if position[i] < len(request)]:
+        spans = []
+        for i in random.sample(unfinished, random.randint(1, len(unfinished))):
+            count = requests[i].next_cut(position[i], random.choice([1, 1, 4, 40]))
+            inside = range(position[i] + 1, position[i] + count + 1)
+            saved = [length for of, length in states if of == i and length in inside]
+            saves = ((random.choice(saved), len(requests) + 1 + i),) if saved else ()
+            spans.append(delta_rig.Span(i, position[i], count, saves))
+        for span, got in zip(spans, layer.run(spans), strict=True):
+            i, stop = span.request, span.start + span.count
+            assert_same_bits(f"delta rule {span} of {spans}", got, whole[i][span.start : stop])
+            position[i] = stop
+            for length, number in span.saves:
+                assert_same_states(layer, number, states[i, length])
+    for i, end in enumerate(ends):
+        assert_same_states(layer, i + 1, end)
+
+
+@on_every_backend(
+    ("num_experts", "num_chosen", "renormalise"),
+    [(6, 2, True), (5, 5, False), (60, 4, True), (512, 10, True)],
+    quick=[],
+)
+def test_route_experts(
+    backend: str, dtype: torch.dtype, num_experts: int, num_chosen: int, renormalise: bool
+) -> None:
+    ops, logits = ops_of(backend), some(backend, num_rows(backend, 70), num_experts, dtype=dtype)
+    for place in range(2):
+        rows_keep_their_bits(
+            "routes", lambda x, p=place: ops.route_experts(x, num_chosen, renormalise)[p], logits
+        )
+
+
+@on_every_backend(
+    ("num_experts", "num_chosen", "hidden", "width"),
+    [(6, 2, 64, 24), (4, 4, 20, 7), (16, 3, 136, 40)],
+    quick=[],
+)
+def test_experts(
+    backend: str, dtype: torch.dtype, num_experts: int, num_chosen: int, hidden: int, width: int
+) -> None:
+    ops, count = ops_of(backend), num_rows(backend, 70)
+    experts = ops.pack_experts(
+        some(backend, num_experts, 2 * width, hidden, dtype=dtype) / hidden**0.5,
+        some(backend, num_experts, hidden, width, dtype=dtype) / width**0.5,
+    )
+    x, extra = (some(backend, count, hidden, dtype=dtype) for _ in range(2))
+    weights, ids = ops.route_experts(some(backend, count, num_experts), num_chosen, True)
+    rows = torch.arange(count, device=x.device)
+    rows_keep_their_bits("experts", lambda r: experts(x[r], weights[r], ids[r], None), rows)
+    rows_keep_their_bits("and more", lambda r: experts(x[r], weights[r], ids[r], extra[r]), rows)
 
 
 # ---------------------------------------------------------------- a layer

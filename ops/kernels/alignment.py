@@ -12,7 +12,7 @@ _VECTOR_BYTES = 16
 
 def row_alignment(width: int, *tensors: Tensor) -> int:
     """Bytes that divide the address of every row of `width` elements in `tensors`: 16, or one
-    element where rows cannot keep to 16. All tensors have one dtype.
+    element of the first where rows cannot keep to 16. The others have its dtype or a wider one.
     """
     size = tensors[0].element_size()
     if width * size % _VECTOR_BYTES:

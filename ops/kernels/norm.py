@@ -26,8 +26,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y = weight * cast(x32 * rsqrt(mean(x32^2) + eps)), statistics in fp32.
 
     x [..., width], contiguous, width up to MAX_WIDTH; weight [width], or [heads, width] against
-    x [..., heads, width]; both of one dtype. The normalised value is rounded to that dtype before
-    the product.
+    x [..., heads, width], of the dtype of `x` or fp32. The normalised value is rounded to the dtype
+    of the weight before the product, the product to that of `x`.
     """
     normed = torch.empty_like(x)
     _launch(x, None, None, weight, eps, normed, normed)
@@ -51,7 +51,7 @@ def ordered_sum_add_rms_norm(
     """`add_rms_norm` of `ordered_sum(parts)` (+ bias), with the bits of the separate ops.
 
     parts [ranks, tokens, width] of one dtype with the rest, contiguous; bias [width] or None, its
-    sum rounded before the residual [tokens, width] is added; weight [width].
+    sum rounded before the residual [tokens, width] is added; weight [width] as in `rms_norm`.
     """
     normed, total = torch.empty_like(residual), torch.empty_like(residual)
     _launch(parts, bias, residual, weight, eps, normed, total)
@@ -79,7 +79,7 @@ def _launch(
     width = normed.shape[-1]
     assert width <= MAX_WIDTH, width
     assert weight.shape[-1] == width, (width, weight.shape)
-    assert parts.dtype == weight.dtype
+    assert weight.dtype in (parts.dtype, torch.float32), (weight.dtype, parts.dtype)
     assert parts.is_contiguous()
     assert weight.is_contiguous()
     others = [other for other in (bias, residual) if other is not None]
@@ -160,7 +160,7 @@ def _norm_kernel(
         x = x.to(dtype).to(tl.float32)
         tl.store(tl.multiple_of(total_ptr + start, ALIGN)[:, None] + columns, x, mask=inside)
     mean = tl.sum(x * x, axis=1, keep_dims=True) / WIDTH
-    normed = (x * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32)
+    normed = (x * tl.rsqrt(mean + eps)).to(weight_ptr.dtype.element_ty).to(tl.float32)
     weight = _load_rows(weight_ptr, (rows % HEADS + zero) * WIDTH, columns, inside, ALIGN)
     y = normed * weight
     tl.store(tl.multiple_of(normed_ptr + start, ALIGN)[:, None] + columns, y, mask=inside)

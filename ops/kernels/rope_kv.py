@@ -30,12 +30,13 @@ def rope_and_write_kv(
 ) -> Tensor:
     """Norm and rotate q and k, write k and v into the cache, return q [tokens, num_heads, dim].
 
-    heads [tokens, num_heads + 2 * kv_heads, dim]: q, then k, then v. head_norms
-    [num_heads + kv_heads, dim] is the weight of the RMS norm of each head of q and k, or None.
-    cos, sin [tokens, 1, rotary_dim / 2] fp32, rotary_dim at most dim; channels from rotary_dim on
-    pass through. The normalised value, its product with the weight, and the rotation round once
-    each to the dtype of `heads`. Caches [blocks, kv_heads, block_size, dim] of that dtype, of
-    equal strides and unit stride in the last dimension; slot_mapping [tokens] int64 is
+    heads [tokens, num_heads + 2 * kv_heads, dim]: q, then k, then v; the heads of a token are
+    contiguous, tokens may lie further apart. head_norms [num_heads + kv_heads, dim], of the dtype
+    of `heads` or fp32, is the weight of the RMS norm of each head of q and k, or None. cos, sin
+    [tokens, 1, rotary_dim / 2] fp32, rotary_dim at most dim; channels from rotary_dim on pass
+    through. The normalised value rounds to the dtype of head_norms, its product with the weight
+    and the rotation to that of `heads`. Caches [blocks, kv_heads, block_size, dim] of that dtype,
+    of equal strides and unit stride in the last dimension; slot_mapping [tokens] int64 is
     block * block_size + offset, and a negative slot is not written. The rest is contiguous.
     """
     tokens, all_heads, dim = heads.shape
@@ -61,6 +62,7 @@ def rope_and_write_kv(
         v_cache,
         slot_mapping,
         eps,
+        heads.stride(0),
         strides[0],
         strides[1],
         strides[2],
@@ -84,9 +86,11 @@ def _check(heads: Tensor, norms: Tensor, k_cache: Tensor, v_cache: Tensor, align
     assert v_cache.stride() == strides
     assert strides[3] == 1
     assert (strides[0] | strides[1] | strides[2]) * heads.element_size() % align == 0
-    assert heads.dtype == norms.dtype == k_cache.dtype == v_cache.dtype
-    assert heads.is_contiguous()
-    assert norms.is_contiguous()
+    assert heads.dtype == k_cache.dtype == v_cache.dtype
+    assert norms.dtype in (heads.dtype, torch.float32)
+    assert heads.stride()[1:] == (heads.shape[2], 1), "the heads of a token must be contiguous"
+    assert len(heads) < 2 or heads.stride(0) * heads.element_size() % align == 0
+    assert norms is heads or norms.is_contiguous()
 
 
 @triton.jit(
@@ -99,6 +103,7 @@ def _check(heads: Tensor, norms: Tensor, k_cache: Tensor, v_cache: Tensor, align
         "k_cache_ptr",
         "v_cache_ptr",
         "slots_ptr",
+        "heads_stride",
         "block_stride",
         "head_stride",
         "token_stride",
@@ -114,6 +119,7 @@ def _rope_kernel(
     v_cache_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     eps: tl.tensor,
+    heads_stride: tl.tensor,
     block_stride: tl.tensor,
     head_stride: tl.tensor,
     token_stride: tl.tensor,
@@ -137,7 +143,7 @@ def _rope_kernel(
     turns = (head < TURNING)[:, None] & (columns < 2 * HALF)
     partner = tl.where(columns < HALF, columns + HALF, columns - HALF)
 
-    start = tl.multiple_of(heads_ptr + (token * (TURNING + KV_HEADS) + head) * DIM, ALIGN)
+    start = tl.multiple_of(heads_ptr + token * heads_stride + head * DIM, ALIGN)
     raw = tl.load(start[:, None] + columns, mask=inside, other=0.0)
     x = raw.to(tl.float32)
     # The other channel of each pair; it comes out of the cache of the first load.
@@ -148,8 +154,9 @@ def _rope_kernel(
         has_weight = (head < TURNING)[:, None] & in_row
         weight = tl.load(weight_ptr + columns, mask=has_weight, other=0.0).to(tl.float32)
         other_weight = tl.load(weight_ptr + partner, mask=turns, other=0.0).to(tl.float32)
-        x = ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
-        other = (other * scale).to(dtype).to(tl.float32) * other_weight
+        weighed = norms_ptr.dtype.element_ty
+        x = ((x * scale).to(weighed).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        other = (other * scale).to(weighed).to(tl.float32) * other_weight
         other = other.to(dtype).to(tl.float32)
     angle = token * HALF + tl.where(columns < HALF, columns, columns - HALF)
     in_rotation = columns < 2 * HALF

@@ -20,10 +20,10 @@ def rope_and_write_kv(
 ) -> Tensor:
     """Norm and rotate q and k, write k and v into the cache, return q [tokens, num_heads, dim].
 
-    heads [tokens, num_heads + 2 * kv_heads, dim]: q, then k, then v. head_norms
-    [num_heads + kv_heads, dim] is the weight of the RMS norm of each head of q and k, or None
-    where the model has none. cos, sin as in `apply_rope`; norm and rotation each round once to
-    the dtype of `heads`. Caches and slot_mapping as in `write_kv`.
+    heads [tokens, num_heads + 2 * kv_heads, dim]: q, then k, then v; it may be a part of wider
+    rows. head_norms [num_heads + kv_heads, dim] is the weight of the RMS norm of each head of q
+    and k, as in `rms_norm`, or None where the model has none. cos, sin as in `apply_rope`; norm
+    and rotation each round once to the dtype of `heads`. Caches and slot_mapping as in `write_kv`.
     """
     num_turning = heads.shape[1] - k_cache.shape[1]
     turning = heads[:, :num_turning]

@@ -37,7 +37,8 @@ def test_norm_by_the_formula_at_real_widths(width: int) -> None:
 
 def check_formula(width: int, dtype: torch.dtype) -> None:
     x, residual = some(7, 3, width, dtype=dtype), some(7, 3, width, dtype=dtype)
-    for weight in (some(width, dtype=dtype), some(3, width, dtype=dtype)):
+    fp32 = some(width, dtype=torch.float32) + 1
+    for weight in (some(width, dtype=dtype), some(3, width, dtype=dtype), fp32):
         want = reference.rms_norm(x.cpu(), weight.cpu(), EPS)
         assert_close(f"norm {width}", norm.rms_norm(x, weight, EPS), want, BOUND[dtype])
         normed, total = norm.add_rms_norm(x, residual, weight, EPS)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.closeness import assert_close, assert_same_bits
-from unisono.ops.reference.activation import silu_and_mul
+from unisono.ops.reference.activation import sigmoid_and_mul, silu_and_mul
 from unisono.ops.reference.embedding import embed_shard
-from unisono.ops.reference.norm import rms_norm
+from unisono.ops.reference.norm import add_rms_norm, gated_rms_norm, rms_norm
 from unisono.ops.reference.rotary import apply_rope
 from unisono.ops.reference.sampling import argmax_keys, unpack_keys
 
@@ -25,6 +25,37 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, bound: float) -> N
     wide = x.double()
     want = weight.double() * wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert_close("norm", rms_norm(x, weight, 1e-5), want, bound)
+
+
+def test_a_norm_with_fp32_weights_rounds_once() -> None:
+    """A zero-centred norm keeps 1 + w, whose bits bf16 has not."""
+    x, weight = torch.randn(9, 72).to(torch.bfloat16), 1 + 1e-3 * torch.randn(72)
+    wide = x.float()
+    want = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight
+    assert_same_bits("norm", rms_norm(x, weight, 1e-5), want.to(torch.bfloat16))
+    assert_same_bits("sum", add_rms_norm(x, x, weight, 1e-5)[0], rms_norm(x + x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("width", [1, 12, 128, 40000])
+def test_gated_rms_norm_is_that_of_transformers(width: int) -> None:
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+    theirs = Qwen3NextRMSNormGated(width, eps=1e-5)
+    torch.nn.init.normal_(theirs.weight)
+    for rows in (1, 31):
+        x, gate = torch.randn(rows, width), 3 * torch.randn(rows, width)
+        want = theirs(x, gate)
+        assert_close("norm", gated_rms_norm(x, gate, theirs.weight, 1e-5), want, 1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, FLOAT32), (torch.bfloat16, BFLOAT16)])
+def test_sigmoid_and_mul(dtype: torch.dtype, bound: float) -> None:
+    x, gate = torch.randn(31, 37).to(dtype), (6 * torch.randn(31, 75)).to(dtype)
+    for part in (gate[:, :37], gate[:, 38:], gate[:, :1], gate[:, -1:]):
+        got, want = sigmoid_and_mul(x, part), x.double() * part.double().sigmoid()
+        assert_close("gate", got, want, bound)
+    far = torch.tensor([[-200.0, -3e38, 200.0, 3e38]])
+    assert sigmoid_and_mul(torch.ones(1, 4), far).tolist() == [[0.0, 0.0, 1.0, 1.0]]
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, FLOAT32), (torch.bfloat16, BFLOAT16)])

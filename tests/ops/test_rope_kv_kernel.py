@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ def by_reference(
 
 def check_formula(shape: Shape, tokens: int, dtype: torch.dtype, blocks: int = BLOCKS) -> None:
     x = some_inputs(shape, tokens, dtype, blocks)
-    for norms in (None, some_norms(shape, dtype)):
+    for norms in (None, some_norms(shape, dtype), some_norms(shape, torch.float32) + 1):
         got, want = run(shape, norms, x, blocks), by_reference(shape, norms, x, blocks)
         name = f"{shape}, norm {norms is not None}"
         for what, one, other in zip(("q", "k cache"), got[:2], want[:2], strict=True):
@@ -157,6 +157,19 @@ def test_a_head_has_its_bits_on_a_rank_with_other_heads() -> None:
     got = run(half, norms[[3, 4, 5, 7]], part)
     assert_same_bits("q of the second rank", got[0], q[:, 3:].contiguous())
     assert_same_bits("k", got[1].nan_to_num(7), k_cache[:, 1:].contiguous().nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", kernel_rig.DTYPES, ids=str)
+def test_heads_may_be_a_part_of_wider_rows(dtype: torch.dtype) -> None:
+    shape = SHAPES[0]
+    x, norms = some_inputs(shape, 5, dtype), some_norms(shape, dtype)
+    count, width = x.heads.shape[1], x.heads[0].numel()
+    wide = kernel_rig.poisoned(5, width + 4 * shape.dim, dtype=dtype)
+    wide[:, :width] = x.heads.flatten(1)
+    part = wide[:, :width].unflatten(1, (count, shape.dim))
+    got, want = (run(shape, norms, replace(x, heads=heads)) for heads in (part, x.heads))
+    for what, one, other in zip(("q", "k", "v"), got, want, strict=True):
+        assert_same_bits(what, one.nan_to_num(7), other.nan_to_num(7))
 
 
 def test_a_negative_slot_is_not_written_and_an_interleaved_cache_serves() -> None:
