@@ -122,6 +122,7 @@ def _summary(report: Report) -> list[tuple[str, str]]:
             f"head_dim {facts['head_dim']}",
         ),
         *_mixtures(facts),
+        *_drafter(report),
         (
             "vocabulary",
             f"{facts['vocab_size']:,} rows, head "
@@ -173,8 +174,16 @@ def _mixtures(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{experts['num_experts_per_tok']} of {experts['num_experts']} a token, each of "
             f"{experts['width']:,} channels{shared}; in {facts['expert_layers']} layers",
         )
-    if facts["mtp_layers"]:
-        yield "MTP layers", f"{facts['mtp_layers']} in the checkpoint, not used"
+
+
+def _drafter(report: Report) -> Iterator[tuple[str, str]]:
+    """What drafting would take, where the model can."""
+    if count := report.facts["mtp_layers"]:
+        yield (
+            "MTP layers",
+            f"{count}; drafting takes {_size(report.draft_weight_bytes)} more of weights and "
+            f"{_size(report.draft_kv_bytes_per_token)} more of KV a token",
+        )
 
 
 def _tables(report: Report) -> list[Table]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.models.config import ModelConfig
@@ -80,6 +80,9 @@ class Report:
     kv_bytes_per_token: int
     kv_bytes_of_max_model_len: int
     state_bytes_per_request: int
+    draft_weight_bytes: int
+    """Of the MTP layer, which is there where it drafts; 0 if the model has none."""
+    draft_kv_bytes_per_token: int
     legal_rank_counts: tuple[int, ...]
     context_tokens: int
     ceilings: tuple[dict[str, Any], ...]
@@ -113,6 +116,8 @@ def make_report(
         kv_bytes_per_token=per_token,
         kv_bytes_of_max_model_len=per_token * max_model_len,
         state_bytes_per_request=sum(share.state_bytes_per_request for share in ranks),
+        draft_weight_bytes=_mtp_weight_bytes(partition, ITEM_BYTES[dtype]),
+        draft_kv_bytes_per_token=per_token // partition.num_kv_layers * bool(config.num_mtp_layers),
         legal_rank_counts=legal_rank_counts(config),
         context_tokens=context,
         ceilings=tuple(
@@ -131,7 +136,7 @@ def _share_of(partition: ModelPartition, rank: int, item_bytes: int, context: in
         mixture = sum(size for name, size in sizes.items() if _EXPERTS in name)
         unread += mixture - mixture * experts.num_experts_per_tok // experts.num_experts
     start, stop = partition.kv_heads.ranges[rank]
-    kv_per_token = 2 * config.num_kv_layers * (stop - start) * config.head_dim * item_bytes
+    kv_per_token = 2 * partition.num_kv_layers * (stop - start) * config.head_dim * item_bytes
     convolution, rule = partition.state_elements(rank)
     state = convolution * item_bytes + rule * STATE_ITEM_BYTES
     state *= sum(config.delta_layers)
@@ -156,6 +161,13 @@ def _share_of(partition: ModelPartition, rank: int, item_bytes: int, context: in
         state_bytes_per_request=state,
         streamed_bytes=weights - unread + kv_per_token * context + 2 * state,
     )
+
+
+def _mtp_weight_bytes(partition: ModelPartition, item_bytes: int) -> int:
+    """Bytes of the MTP layer on all ranks, whether `partition` has it or not."""
+    drafting = replace(partition, drafts=partition.config.num_mtp_layers > 0)
+    specs = (spec for rank in range(partition.ranks) for spec in drafting.weights(rank))
+    return sum(spec.nbytes(item_bytes) for spec in specs if spec.name.startswith("mtp."))
 
 
 def _facts(config: ModelConfig) -> dict[str, Any]:

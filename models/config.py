@@ -118,7 +118,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     num_mtp_layers: int = 0
     """Layers of its own that draft tokens (multi-token prediction), where the checkpoint has
-    them."""
+    them. The first is used: attention, with an MLP of the kind that layer 0 has."""
 
     @property
     def is_hybrid(self) -> bool:

@@ -54,7 +54,7 @@ def _read_directory(directory: Path, use_headers: bool) -> ModelConfig:
     config = _read_fields(family, fields, _read_generation_config(directory))
     # A directory without weights can still be inspected; loading it is what fails.
     headers = read_headers(directory) if use_headers and has_safetensors(directory) else {}
-    config = replace(config, num_mtp_layers=num_mtp_layers(fields, headers))
+    config = replace(config, num_mtp_layers=num_mtp_layers(family, fields, headers))
     return _settle_dtype(_settle_head(config, headers), fields, headers)
 
 

@@ -1,85 +1,21 @@
-"""What the decoders here share: h += mixer(norm(h)); h += mlp(norm(h)); logits = head(norm(h)).
+"""What the decoders here share: an embedding, layers, logits = head(norm(h)), and how they draft.
 
 An architecture is a list of layers; its file says what each of them is made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from unisono.models.interface import Build, Caches, ForwardBatch
+from unisono.models.decoder_layer import DecoderLayer
+from unisono.models.interface import Build, Caches, ForwardBatch, LayerCache
 from unisono.models.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from unisono.models.layers.norm import RMSNorm
 from unisono.models.layers.rotary import RotaryTable
+from unisono.models.mtp import MTP
 from unisono.models.partition import ModelPartition
-
-
-class Mixer(Protocol):
-    """What mixes the tokens of a request: attention, or a recurrence."""
-
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]: ...
-
-    def pack(self) -> None: ...
-
-    def __call__(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, cache: Any
-    ) -> Tensor:
-        """[T, hidden] -> [T, hidden]; `cache` is the layer's own."""
-        ...
-
-
-class MLP(Protocol):
-    """What each token goes through by itself."""
-
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]: ...
-
-    def pack(self) -> None: ...
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        ...
-
-
-class DecoderLayer:
-    """One layer; `name` is what checkpoints call its mixer."""
-
-    def __init__(
-        self, build: Build, partition: ModelPartition, name: str, mixer: Mixer, mlp: MLP
-    ) -> None:
-        config = partition.config
-        self.input_norm = RMSNorm.of(build.within("input_norm"), config)
-        self.name = name
-        self.mixer = mixer
-        self.mlp_norm = RMSNorm.of(build.within("mlp_norm"), config)
-        self.mlp = mlp
-
-    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        yield f"{prefix}input_layernorm.weight", self.input_norm.weight
-        yield from self.mixer.targets(f"{prefix}{self.name}.")
-        yield f"{prefix}post_attention_layernorm.weight", self.mlp_norm.weight
-        yield from self.mlp.targets(f"{prefix}mlp.")
-
-    def pack(self) -> None:
-        for part in (self.input_norm, self.mixer, self.mlp_norm, self.mlp):
-            part.pack()
-
-    def __call__(
-        self,
-        normed: Tensor,
-        hidden: Tensor,
-        rope: tuple[Tensor, Tensor],
-        batch: ForwardBatch,
-        cache: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """The input, normed, and the stream it is of -> what the MLP adds, and the stream.
-
-        All [T, hidden]. The sum is left to the next norm, which reads it anyway.
-        """
-        normed, hidden = self.mlp_norm.add(self.mixer(normed, rope, batch, cache), hidden)
-        return self.mlp(normed), hidden
 
 
 class Decoder:
@@ -91,6 +27,7 @@ class Decoder:
         partition: ModelPartition,
         max_model_len: int,
         layers: Sequence[DecoderLayer],
+        mtp: MTP | None = None,
     ) -> None:
         config = partition.config
         self.config = config
@@ -103,6 +40,7 @@ class Decoder:
         self.head_weight: Tensor | None = (
             None if config.tie_word_embeddings else build.empty(*self.head.shape)
         )
+        self.mtp = mtp
         self._rope = RotaryTable(build, config, max_model_len)
 
     def targets(self) -> dict[str, Tensor]:
@@ -113,6 +51,8 @@ class Decoder:
         table["model.norm.weight"] = self.norm.weight
         if self.head_weight is not None:
             table["lm_head.weight"] = self.head_weight
+        if self.mtp is not None:
+            table.update(self.mtp.targets("mtp."))
         return table
 
     def pack(self) -> None:
@@ -120,6 +60,8 @@ class Decoder:
         for layer in self.layers:
             layer.pack()
         self.norm.pack()
+        if self.mtp is not None:
+            self.mtp.pack()
         self.head.pack(self.embed.weight if self.head_weight is None else self.head_weight)
         self.head_weight = None
 
@@ -136,4 +78,23 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> fp32 logits [R, this rank's vocabulary rows]."""
+        return self.head(hidden)
+
+    def draft(
+        self, token_ids: Tensor, hidden: Tensor, batch: ForwardBatch, cache: LayerCache
+    ) -> Tensor:
+        """Run the MTP layer over pairs; return what it makes of them, normed, [T, hidden].
+
+        Pair i has `token_ids`[i] (int64), the token behind position `batch.positions`[i], and
+        `hidden`[i], the state there: what `forward` returned or, where a draft follows a draft,
+        this. `draft_logits` of row i are those of the token behind that one. Keys and values go
+        to `cache` at the pair's position, which lies below max_model_len; of `batch` only
+        positions, slot_mapping and attention count.
+        """
+        assert self.mtp is not None, "the partition has no drafts"
+        rope = self._rope.at(batch.positions)
+        return self.mtp(self.embed(token_ids), hidden, rope, batch, cache)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] that `draft` returned -> fp32 logits [R, this rank's vocabulary rows]."""
         return self.head(hidden)

@@ -19,7 +19,7 @@ from typing import TypeGuard
 
 from unisono.models.gguf import open_gguf
 from unisono.models.partition import ModelPartition
-from unisono.models.registry import FAMILIES
+from unisono.models.registry import FAMILIES, FURTHER_MTP_LAYERS, MTP_TENSORS
 from unisono.models.tensor_info import CheckpointError, TensorInfo
 
 INDEX = "model.safetensors.index.json"
@@ -128,6 +128,9 @@ def check_weights(
     # Every rank reads the same tensors, each its own part: one rank names them all.
     wanted = {spec.name: spec.shape for spec in partition.weights(0)}
     patterns = (*ignored, *FAMILIES[config.family].ignored)
+    if partition.drafts:
+        # An embedding or a head of the drafter's own would be among what is not known.
+        patterns = tuple(FURTHER_MTP_LAYERS if each == MTP_TENSORS else each for each in patterns)
     if config.tie_word_embeddings:
         patterns += ("lm_head.weight",)
     spare = [name for name in headers if name not in wanted]
@@ -293,7 +296,7 @@ def _with_usual_prefix(found: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     for name, info in found.items():
         if name in _HEADS:
             name = "lm_head.weight"
-        elif name.startswith(prefix):
+        elif name.startswith(prefix) and not fnmatchcase(name, MTP_TENSORS):
             name = "model." + name.removeprefix(prefix)
         if name in renamed:
             raise CheckpointError(

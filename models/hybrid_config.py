@@ -67,12 +67,12 @@ def with_hybrid_fields(config: ModelConfig, fields: Fields) -> ModelConfig:
     return config
 
 
-def num_mtp_layers(fields: Fields, tensors: Iterable[str]) -> int:
+def num_mtp_layers(family: str, fields: Fields, tensors: Iterable[str]) -> int:
     """Return how many layers of a drafter the checkpoint has, whatever it announces.
 
     A drafter with an embedding of its own is none that the language model could share its with.
     """
-    if fields.flag("mtp_use_dedicated_embeddings", False):
+    if fields.flag("mtp_use_dedicated_embeddings", False) or family not in WITH_DELTA_NETS:
         return 0
     return len({match[1] for name in tensors if (match := _DRAFTER_LAYER.match(name))})
 

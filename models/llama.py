@@ -6,7 +6,8 @@ rotation): their differences are fields of `ModelConfig`, set by the family's de
 
 from __future__ import annotations
 
-from unisono.models.decoder import Decoder, DecoderLayer
+from unisono.models.decoder import Decoder
+from unisono.models.decoder_layer import DecoderLayer
 from unisono.models.interface import Build
 from unisono.models.layers.attention import Attention
 from unisono.models.layers.mlp import GatedMLP

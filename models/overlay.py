@@ -41,4 +41,4 @@ def overlay_part_of(name: str) -> str:
         return "bias"
     if name.endswith((".q_norm.weight", ".k_norm.weight")):
         return "qk-norm"
-    return "norm" if name.endswith("norm.weight") else ""
+    return "norm" if "norm" in name.removesuffix(".weight").rpartition(".")[2] else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unisono.models.config import ConfigError, ModelConfig
 from unisono.models.weight_specs import Held, WeightSpec, weight_specs
@@ -88,12 +88,18 @@ class ModelPartition:
     experts: Partition
     """Channels of each expert: every rank holds a part of all of them."""
     shared_expert: Partition
+    drafts: bool = False
+    """The MTP layer that drafts is there too, cut as the others are."""
 
     @classmethod
-    def of(cls, config: ModelConfig, ranks: int) -> ModelPartition:
-        """Cut `config` over `ranks`. Raises PartitionError naming the legal rank counts."""
+    def of(cls, config: ModelConfig, ranks: int, *, drafts: bool = False) -> ModelPartition:
+        """Cut `config` over `ranks`, with its MTP layer if there is one and `drafts` asks for it.
+
+        Raises PartitionError naming the legal rank counts.
+        """
         try:
-            return cls._cut(config, ranks)
+            drafts = drafts and config.num_mtp_layers > 0
+            return replace(cls._cut(config, ranks), drafts=drafts)
         except PartitionError:
             *parts, last = _named_parts(config)
             legal = ", ".join(map(str, legal_rank_counts(config)))
@@ -128,7 +134,12 @@ class ModelPartition:
     def weights(self, rank: int) -> Iterator[WeightSpec]:
         """Every tensor that `rank` reads, in the order of the layers."""
         held = {name: getattr(self, name).ranges[rank] for name in Held._fields}
-        return weight_specs(self.config, Held(**held))
+        return weight_specs(self.config, Held(**held), self.drafts)
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers with a KV cache; the MTP layer is the last."""
+        return self.config.num_kv_layers + self.drafts
 
     def state_elements(self, rank: int) -> tuple[int, int]:
         """Numbers of one request's state in one delta net: of its convolution, of its rule."""

@@ -31,7 +31,8 @@ class Family:
 _HYBRID = "unisono.models.hybrid:Hybrid"
 _IMAGES = ("model.visual.*", "visual.*")
 """Of a checkpoint that can see; text is read without."""
-_DRAFTER = "mtp.*"
+MTP_TENSORS, FURTHER_MTP_LAYERS = "mtp.*", "mtp.layers.[1-9]*"
+"""Of a checkpoint that can draft; with one layer of them, it does without the others."""
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         architectures=("LlamaForCausalLM",), gguf="llama", target="unisono.models.llama:Llama"
@@ -44,19 +45,19 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(architectures=("Qwen3MoeForCausalLM",), target=_HYBRID),
     "qwen3_next": Family(
-        architectures=("Qwen3NextForCausalLM",), target=_HYBRID, ignored=(_DRAFTER,)
+        architectures=("Qwen3NextForCausalLM",), target=_HYBRID, ignored=(MTP_TENSORS,)
     ),
     "qwen3_5": Family(
         architectures=("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
         target=_HYBRID,
         model_types=("qwen3_5_text",),
-        ignored=(_DRAFTER, *_IMAGES),
+        ignored=(MTP_TENSORS, *_IMAGES),
     ),
     "qwen3_5_moe": Family(
         architectures=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
         target=_HYBRID,
         model_types=("qwen3_5_moe_text",),
-        ignored=(_DRAFTER, *_IMAGES),
+        ignored=(MTP_TENSORS, *_IMAGES),
     ),
 }
 """Keys are the `model_type` of config.json."""

@@ -57,6 +57,7 @@ _HYBRID: dict[str, Any] = {
     "dtype": "bfloat16",
     "zero_centred_norms": True,
     "attn_output_gate": True,
+    "num_mtp_layers": 1,
 }
 _QWEN3_5: dict[str, Any] = {
     "vocab_size": 248320,

@@ -6,7 +6,7 @@ Names are those of the transformers classes, with experts one by one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -83,24 +83,49 @@ class Held(NamedTuple):
     shared_expert: Range
 
 
-def weight_specs(config: ModelConfig, held: Held) -> Iterator[WeightSpec]:
-    """Yield every tensor that a rank reads, in the order of the layers."""
+def weight_specs(config: ModelConfig, held: Held, drafts: bool) -> Iterator[WeightSpec]:
+    """Yield every tensor that a rank reads, in the order of the layers; `drafts`: the MTP's too."""
     table = (config.vocab_size, config.hidden_size)
     yield WeightSpec("model.embed_tokens.weight", table, 0, *held.vocab)
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        yield _norm(config, prefix + "input_layernorm", config.hidden_size)
         mixer = _delta_net if config.is_delta(layer) else _attention
-        yield from mixer(config, prefix, held)
-        yield _norm(config, prefix + "post_attention_layernorm", config.hidden_size)
-        if config.has_experts(layer):
-            yield from _experts(config, prefix + "mlp.", held)
-        else:
-            size, bias = config.intermediate_size, config.mlp_bias
-            yield from _gated_mlp(prefix + "mlp.", config.hidden_size, size, held.mlp, bias)
+        yield from _layer(config, f"model.layers.{layer}.", held, mixer, layer)
     yield _norm(config, "model.norm", config.hidden_size)
     if not config.tie_word_embeddings:
         yield WeightSpec("lm_head.weight", table, 0, *held.vocab)
+    if drafts:
+        yield from _mtp(config, held)
+
+
+def _mtp(config: ModelConfig, held: Held) -> Iterator[WeightSpec]:
+    """Of several layers the first, which drafts the whole chain; its MLP is that of layer 0.
+
+    Embedding and head are the model's: these families store no others.
+    """
+    hidden = config.hidden_size
+    yield WeightSpec("mtp.fc.weight", (hidden, 2 * hidden))
+    yield _norm(config, "mtp.pre_fc_norm_embedding", hidden)
+    yield _norm(config, "mtp.pre_fc_norm_hidden", hidden)
+    yield from _layer(config, "mtp.layers.0.", held, _attention, 0)
+    yield _norm(config, "mtp.norm", hidden)
+
+
+def _layer(
+    config: ModelConfig,
+    prefix: str,
+    held: Held,
+    mixer: Callable[[ModelConfig, str, Held], Iterator[WeightSpec]],
+    layer: int,
+) -> Iterator[WeightSpec]:
+    """A mixer and the MLP that `layer` has."""
+    yield _norm(config, prefix + "input_layernorm", config.hidden_size)
+    yield from mixer(config, prefix, held)
+    yield _norm(config, prefix + "post_attention_layernorm", config.hidden_size)
+    if config.has_experts(layer):
+        yield from _experts(config, prefix + "mlp.", held)
+    else:
+        size, bias = config.intermediate_size, config.mlp_bias
+        yield from _gated_mlp(prefix + "mlp.", config.hidden_size, size, held.mlp, bias)
 
 
 def _attention(config: ModelConfig, prefix: str, held: Held) -> Iterator[WeightSpec]:

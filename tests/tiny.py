@@ -222,6 +222,10 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 """Beside CONFIGS: layers of several kinds, experts."""
 WRAPPERS = ("qwen3.5", "qwen3.5-moe")
 """Hybrids that are published inside a model that can see."""
+DRAFTING = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
+"""Hybrids that are published with an MTP layer, which `mtp=True` writes beside the others."""
+MTP_FIELDS = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}
+"""What transformers' MtpModel asks of a configuration; checkpoints say it in other ways."""
 VISION = {
     "depth": 1,
     "hidden_size": 32,
@@ -233,38 +237,89 @@ VISION = {
 }
 
 
-def oracle_model(name: str, seed: int = 0) -> Any:
-    """The transformers model of a configuration, fp32, every tensor random."""
+def oracle_model(name: str, seed: int = 0, **fields: Any) -> Any:
+    """The transformers model of a configuration with `fields`, fp32, every tensor random."""
     import transformers
 
     kind = (CONFIGS | HYBRIDS)[name][0]
-    model = getattr(transformers, f"{kind}ForCausalLM")(_oracle_config(name)).eval()
-    return _randomise(model, seed)
+    model = getattr(transformers, f"{kind}ForCausalLM")(_oracle_config(name, fields)).eval()
+    return _randomise(model, model, seed)
 
 
-def write_checkpoint(name: str, directory: Path, seed: int = 0, **save: Any) -> Any:
-    """Save the configuration's model under `directory`; return the transformers model."""
-    model = oracle_model(name, seed)
+def oracle_mtp(model: Any, seed: int = 0) -> Any:
+    """The MTP layer of a model that has MTP_FIELDS, all random; a transformers MtpModel."""
+    from transformers.modeling_layers import MtpModel
+
+    mtp = MtpModel(model, 1).eval()
+    _randomise(mtp, mtp.layers, seed + 2)
+    return mtp
+
+
+def write_checkpoint(
+    name: str, directory: Path, seed: int = 0, *, mtp: bool = False, **save: Any
+) -> Any:
+    """Save the configuration's model under `directory`; return the transformers model.
+
+    With `mtp` the tensors of `oracle_mtp` of that model and seed are saved too.
+    """
+    model = oracle_model(name, seed, **(MTP_FIELDS if mtp else {}))
     model.save_pretrained(directory, **save)
+    if mtp:
+        add_tensors(directory, mtp_tensors(oracle_mtp(model, seed)))
     return model
 
 
-def write_wrapper(name: str, directory: Path, seed: int = 0) -> Any:
+def write_wrapper(name: str, directory: Path, seed: int = 0, *, mtp: bool = False) -> Any:
     """Save the same model as part of one that can see; return that one."""
     import transformers
 
-    kind, text = HYBRIDS[name][0], oracle_model(name, seed)
+    kind, text = HYBRIDS[name][0], oracle_model(name, seed, **(MTP_FIELDS if mtp else {}))
     config = getattr(transformers, f"{kind}Config")(
         text_config=text.config.to_dict(),
         vision_config=VISION,
         tie_word_embeddings=text.config.tie_word_embeddings,
     )
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
-    _randomise(model, seed + 1)
+    _randomise(model, model, seed + 1)
     model.model.language_model.load_state_dict(text.model.state_dict())
     model.lm_head.load_state_dict(text.lm_head.state_dict())
     model.save_pretrained(directory)
+    if mtp:
+        add_tensors(directory, mtp_tensors(oracle_mtp(text, seed)))
     return model
+
+
+def mtp_tensors(mtp: Any) -> dict[str, torch.Tensor]:
+    """What checkpoints call the parameters of an MtpModel's layer; experts one by one."""
+    names = {
+        "eh_proj": "fc",
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "post_norm": "norm",
+        "mtp_block": "layers.0",
+    }
+    tensors = {}
+    for key, tensor in mtp.layers[0].named_parameters():
+        part, _, rest = key.partition(".")
+        prefix, is_fused, kind = f"mtp.{names[part]}.{rest}".partition(".experts.")
+        if not is_fused:
+            tensors[prefix] = tensor.detach()
+            continue
+        projections = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        for expert, whole in enumerate(tensor.detach()):
+            for projection, each in zip(projections, whole.chunk(len(projections)), strict=True):
+                tensors[f"{prefix}.experts.{expert}.{projection}.weight"] = each
+    return tensors
+
+
+def add_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Put `tensors` into a saved checkpoint of one file."""
+    import safetensors.torch
+
+    file = directory / "model.safetensors"
+    everything = safetensors.torch.load_file(file) | tensors
+    own = {name: tensor.clone() for name, tensor in everything.items()}
+    safetensors.torch.save_file(own, file, {"format": "pt"})
 
 
 def fuse_experts(directory: Path) -> None:
@@ -287,19 +342,20 @@ def fuse_experts(directory: Path) -> None:
     safetensors.torch.save_file(tensors, file, {"format": "pt"})
 
 
-def _oracle_config(name: str) -> Any:
+def _oracle_config(name: str, more: dict[str, Any]) -> Any:
     import transformers
 
     kind, fields = (CONFIGS | HYBRIDS)[name]
     kind += "TextConfig" if name in WRAPPERS else "Config"
-    return getattr(transformers, kind)(**{**BASE, **fields})
+    return getattr(transformers, kind)(**{**BASE, **fields, **more})
 
 
-def _randomise(model: Any, seed: int) -> Any:
+def _randomise(model: Any, part: Any, seed: int) -> Any:
+    """Fill the parameters of `part` of `model`."""
     zero_centred = model.config.model_type.startswith(("qwen3_next", "qwen3_5"))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for key, tensor in model.named_parameters():
+        for key, tensor in part.named_parameters():
             noise = torch.randn(tensor.shape, generator=generator)
             if "norm" in key:
                 around = 0.0 if zero_centred and "linear_attn" not in key else 1.0

@@ -46,7 +46,8 @@ def _remedies(
     # On the CPU the ranks share one memory: more of them would need as much.
     more = [] if kind == "cpu" else [n for n in legal_rank_counts(config) if n > ranks]
     for count in more:
-        each = weight_bytes(ModelPartition.of(config, count), 0, dtype, kind)
+        wider = ModelPartition.of(config, count, drafts=partition.drafts)
+        each = weight_bytes(wider, 0, dtype, kind)
         if each <= room:
             yield f"--tp {count} ({gib(each)} a rank)"
             break

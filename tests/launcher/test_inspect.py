@@ -183,8 +183,24 @@ def test_others_have_no_line_about_it():
     text = "\n".join(plain_lines(report_of(tiny_model(), 2)))
     for word in ("delta", "expert", "state", "MTP"):
         assert word not in text
-    report = report_of(tiny_model(num_mtp_layers=1), 1)
-    assert "MTP layers          1 in the checkpoint, not used" in plain_lines(report)
+
+
+def test_what_drafting_would_take():
+    config = SHAPES["qwen3-next-80b-a3b"]
+    for ranks in (1, 2):
+        report = report_of(config, ranks, max_model_len=4096)
+        parts = [ModelPartition.of(config, ranks, drafts=True).weights(r) for r in range(ranks)]
+        mtp = [spec for part in parts for spec in part if spec.name.startswith("mtp.")]
+        assert report.draft_weight_bytes == sum(spec.nbytes(2) for spec in mtp) > 2**31
+        assert report.draft_kv_bytes_per_token == 2 * 2 * 256 * 2
+        partition = ModelPartition.of(config, ranks, drafts=True)
+        drafting = make_report("m", partition, dtype="bfloat16", max_model_len=4096)
+        assert drafting.weight_bytes == report.weight_bytes + report.draft_weight_bytes
+        assert drafting.kv_bytes_per_token == 13 * report.draft_kv_bytes_per_token
+    line = "MTP layers          1; drafting takes 3.09 GiB more of weights and 2.00 KiB more of KV"
+    assert f"{line} a token" in plain_lines(report)
+    report = report_of(tiny_model(), 1)
+    assert (report.draft_weight_bytes, report.draft_kv_bytes_per_token) == (0, 0)
 
 
 BIG = {

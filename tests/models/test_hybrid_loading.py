@@ -13,7 +13,15 @@ import torch
 
 from tests.closeness import assert_same_bits
 from tests.models.test_checkpoint import mapped_kb
-from tests.tiny import HYBRIDS, WRAPPERS, fuse_experts, write_checkpoint, write_wrapper
+from tests.tiny import (
+    DRAFTING,
+    HYBRIDS,
+    WRAPPERS,
+    add_tensors,
+    fuse_experts,
+    write_checkpoint,
+    write_wrapper,
+)
 from unisono.models.checkpoint import open_checkpoint
 from unisono.models.config_reader import read_model_config
 from unisono.models.headers import CheckpointError, check_weights, read_headers
@@ -33,6 +41,13 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return directory
 
 
+@pytest.fixture(scope="module", params=DRAFTING)
+def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("drafting")
+    write_checkpoint(request.param, directory, mtp=True)
+    return directory
+
+
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(directory / "model.safetensors")
 
@@ -49,8 +64,8 @@ def part_of(whole: torch.Tensor, spec: WeightSpec) -> torch.Tensor:
 
 
 def everything(directory: Path, ranks: int) -> Iterator[tuple[int, WeightSpec, torch.Tensor]]:
-    """(rank, spec, what it reads) of all ranks."""
-    partition = ModelPartition.of(read_model_config(directory), ranks)
+    """(rank, spec, what it reads) of all ranks, the MTP layer too where there is one."""
+    partition = ModelPartition.of(read_model_config(directory), ranks, drafts=True)
     for rank in range(ranks):
         with open_checkpoint(directory) as checkpoint:
             for spec in partition.weights(rank):
@@ -61,6 +76,16 @@ def everything(directory: Path, ranks: int) -> Iterator[tuple[int, WeightSpec, t
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ranks_together_hold_the_tensors_of_the_file(saved: Path, ranks: int) -> None:
+    assert_all_is_held(saved, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_that_draft_hold_the_mtp_layer_too(drafting: Path, ranks: int) -> None:
+    assert any(name.startswith("mtp.") for name in tensors_of(drafting))
+    assert_all_is_held(drafting, ranks)
+
+
+def assert_all_is_held(saved: Path, ranks: int) -> None:
     tensors = tensors_of(saved)
     together = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
     for _, spec, part in everything(saved, ranks):
@@ -93,14 +118,18 @@ def test_the_parameters_are_those_of_transformers(saved: Path, tmp_path: Path) -
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_fused_experts_read_as_single_ones(name: str, ranks: int, tmp_path: Path) -> None:
-    write_checkpoint(name, tmp_path)
+    write_checkpoint(name, tmp_path, mtp=name in DRAFTING)
     apart = [(rank, spec.name, part) for rank, spec, part in everything(tmp_path, ranks)]
     config = read_model_config(tmp_path)
+    assert any(key.startswith("mtp.layers.0.mlp.experts.") for _, key, _ in apart) == (
+        name in DRAFTING
+    )
     fuse_experts(tmp_path)
     assert any(key.endswith(".experts.gate_up_proj") for key in tensors_of(tmp_path))
     assert not any(".experts.0." in key for key in tensors_of(tmp_path))
     assert read_model_config(tmp_path) == config
-    assert check_weights(read_headers(tmp_path), ModelPartition.of(config, ranks)) == ()
+    partition = ModelPartition.of(config, ranks, drafts=True)
+    assert check_weights(read_headers(tmp_path), partition) == ()
     fused = everything(tmp_path, ranks)
     for (rank, key, want), (other_rank, spec, part) in zip(apart, fused, strict=True):
         assert (rank, key) == (other_rank, spec.name)
@@ -120,10 +149,11 @@ def test_of_fused_experts_only_the_pages_of_one_are_touched(tmp_path: Path) -> N
     assert mapped <= each_kb + 2 * 2048 + 8
 
 
+@pytest.mark.parametrize("mtp", [False, True])
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_wrapper_holds_the_text_model(name: str, tmp_path: Path) -> None:
-    write_checkpoint(name, tmp_path / "text")
-    write_wrapper(name, tmp_path / "wrapper")
+def test_a_wrapper_holds_the_text_model(name: str, mtp: bool, tmp_path: Path) -> None:
+    write_checkpoint(name, tmp_path / "text", mtp=mtp)
+    write_wrapper(name, tmp_path / "wrapper", mtp=mtp)
     stored = tensors_of(tmp_path / "wrapper")
     assert any(key.startswith("model.language_model.layers.0.") for key in stored)
     for (_, spec, part), (_, _, want) in zip(
@@ -132,7 +162,7 @@ def test_a_wrapper_holds_the_text_model(name: str, tmp_path: Path) -> None:
         assert_same_bits(spec.name, part, want)
     ignored = check_weights(
         read_headers(tmp_path / "wrapper"),
-        ModelPartition.of(read_model_config(tmp_path / "wrapper"), 2),
+        ModelPartition.of(read_model_config(tmp_path / "wrapper"), 2, drafts=True),
     )
     assert {*ignored} == {key for key in stored if key.startswith("model.visual.")}
     assert ignored
@@ -150,6 +180,48 @@ def test_what_only_some_families_hold_is_ignored_by_name(saved: Path, prefix: st
         return
     with pytest.raises(CheckpointError, match=f"2 not used by {config.family}: {prefix}"):
         check_weights(headers, partition)
+
+
+def test_whoever_drafts_reads_one_mtp_layer_and_names_the_others(drafting: Path) -> None:
+    config, headers = read_model_config(drafting), read_headers(drafting)
+    plain, drafts = (ModelPartition.of(config, 2, drafts=asked) for asked in (False, True))
+    mtp = {name for name in headers if name.startswith("mtp.")}
+    assert {*check_weights(headers, plain)} == mtp
+    assert check_weights(headers, drafts) == ()
+    further = {f"mtp.layers.{i}.self_attn.o_proj.weight" for i in (1, 12)}
+    headers.update(dict.fromkeys(further, headers["mtp.norm.weight"]))
+    assert {*check_weights(headers, plain)} == mtp | further
+    assert {*check_weights(headers, drafts)} == further
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head", "shared_head.head", "layers.0.x"])
+def test_what_a_drafter_is_not_known_to_have_is_refused(name: str, drafting: Path) -> None:
+    """Another embedding or head than the model's, left out, would cost every draft."""
+    config, headers = read_model_config(drafting), read_headers(drafting)
+    headers[f"mtp.{name}.weight"] = headers["model.embed_tokens.weight"]
+    assert f"mtp.{name}.weight" in check_weights(headers, ModelPartition.of(config, 1))
+    with pytest.raises(CheckpointError, match=f"1 not used by {config.family}: mtp.{name}.weight"):
+        check_weights(headers, ModelPartition.of(config, 1, drafts=True))
+
+
+def test_an_mtp_layer_in_part_is_refused_where_it_is_to_draft(drafting: Path) -> None:
+    config, headers = read_model_config(drafting), read_headers(drafting)
+    del headers["mtp.fc.weight"]
+    check_weights(headers, ModelPartition.of(config, 1))
+    with pytest.raises(CheckpointError, match=r"1 missing: mtp\.fc\.weight"):
+        check_weights(headers, ModelPartition.of(config, 1, drafts=True))
+
+
+def test_names_without_a_prefix_leave_the_mtp_layer_its_own(drafting: Path, tmp_path: Path) -> None:
+    tensors = tensors_of(drafting)
+    save(tmp_path, {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+    assert read_headers(tmp_path).keys() == tensors.keys()
+
+
+def test_only_families_that_can_draft_have_mtp_layers(tmp_path: Path) -> None:
+    write_checkpoint("qwen3-moe", tmp_path)
+    add_tensors(tmp_path, {"mtp.layers.0.input_layernorm.weight": torch.zeros(72)})
+    assert read_model_config(tmp_path).num_mtp_layers == 0
 
 
 def test_other_tensors_are_refused_and_missing_ones_named(saved: Path) -> None:
@@ -219,26 +291,47 @@ def test_parameters_of_another_dtype_than_the_stored_one(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("part", ["norm", "qk-norm"])
 def test_an_overlay_keeps_what_it_does_not_name(saved: Path, part: str) -> None:
+    assert_overlay(saved, part)
+
+
+def test_an_overlay_reaches_the_norms_of_the_mtp_layer(drafting: Path) -> None:
+    replaced = assert_overlay(drafting, "norm")
+    names = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "layers.0.input_layernorm")
+    assert {f"mtp.{name}.weight" for name in names} < replaced
+    assert "mtp.layers.0.self_attn.q_norm.weight" not in replaced
+
+
+def assert_overlay(saved: Path, part: str) -> set[str]:
+    """Names of what was replaced."""
     config = read_model_config(saved)
     assert part in overlay_parts(config)
-    specs = list(ModelPartition.of(config, 2).weights(1))
+    specs = list(ModelPartition.of(config, 2, drafts=True).weights(1))
     filled = {spec.name: torch.full(spec.local_shape, torch.nan) for spec in specs}
     with open_weights(str(saved), "auto", frozenset([part]), torch.float32) as source:
         fill_weights(specs, filled, source, lambda *_: None)
-    tensors, replaced = tensors_of(saved), 0
+    tensors, replaced = tensors_of(saved), set()
     for spec in specs:
         want = part_of(tensors[spec.name], spec)
         if overlay_part_of(spec.name) == part:
-            replaced += 1
+            replaced.add(spec.name)
             assert not torch.equal(filled[spec.name], want)
             want = torch.empty(spec.local_shape)
             fill_random(spec, want)
         assert_same_bits(spec.name, filled[spec.name], want)
-    assert replaced >= 2
+    assert len(replaced) >= 2
+    return replaced
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_random_weights_are_slices_of_one_model(saved: Path, ranks: int) -> None:
+    assert_slices(saved, ranks)
+
+
+def test_so_are_those_of_an_mtp_layer(drafting: Path) -> None:
+    assert_slices(drafting, 3)
+
+
+def assert_slices(saved: Path, ranks: int) -> None:
     config = read_model_config(saved)
 
     def filled(spec: WeightSpec) -> torch.Tensor:
@@ -246,10 +339,11 @@ def test_random_weights_are_slices_of_one_model(saved: Path, ranks: int) -> None
         fill_random(spec, target)
         return target
 
-    whole = {spec.name: filled(spec) for spec in ModelPartition.of(config, 1).weights(0)}
+    alone, cut = (ModelPartition.of(config, size, drafts=True) for size in (1, ranks))
+    whole = {spec.name: filled(spec) for spec in alone.weights(0)}
     assert whole.keys() == tensors_of(saved).keys()
     for rank in range(ranks):
-        for spec in ModelPartition.of(config, ranks).weights(rank):
+        for spec in cut.weights(rank):
             assert_same_bits(spec.name, filled(spec), part_of(whole[spec.name], spec))
 
 

@@ -69,6 +69,7 @@ def hybrids(draw: st.DrawFn) -> ModelConfig:
         qkv_bias=draw(st.booleans()),
         o_bias=draw(st.booleans()),
         tie_word_embeddings=draw(st.booleans()),
+        num_mtp_layers=draw(st.integers(0, 2)),
     )
 
 
@@ -149,7 +150,7 @@ def test_every_row_is_on_exactly_the_ranks_that_hold_its_head_or_channel(
     config: ModelConfig, data: st.DataObject
 ) -> None:
     ranks = data.draw(st.sampled_from([n for n in legal_rank_counts(config) if n <= 8]))
-    partition = ModelPartition.of(config, ranks)
+    partition = ModelPartition.of(config, ranks, drafts=data.draw(st.booleans()))
     for rank in range(ranks):
         mine = held(partition, rank)
         for spec in partition.weights(rank):
@@ -170,7 +171,7 @@ def test_every_row_is_on_exactly_the_ranks_that_hold_its_head_or_channel(
 @given(hybrids(), st.data())
 def test_ranks_together_hold_everything(config: ModelConfig, data: st.DataObject) -> None:
     ranks = data.draw(st.sampled_from([n for n in legal_rank_counts(config) if n <= 8]))
-    partition = ModelPartition.of(config, ranks)
+    partition = ModelPartition.of(config, ranks, drafts=data.draw(st.booleans()))
     columns = [list(partition.weights(rank)) for rank in range(ranks)]
     names = [spec.name for spec in columns[0]]
     assert len({*names}) == len(names)
@@ -253,6 +254,52 @@ def test_what_keeps_fp32_and_which_norms_are_zero_centred() -> None:
     assert {spec.name for spec in plain if spec.keeps_fp32 or spec.zero_centred} == {
         f"model.layers.0.{name}" for name in net
     }
+
+
+def mtp_names(config: ModelConfig) -> set[str]:
+    """Those that the MTP layer adds, without their "mtp."."""
+    plain = [spec.name for spec in ModelPartition.of(config, 2).weights(1)]
+    assert not any(name.startswith("mtp.") for name in plain)
+    partition = ModelPartition.of(config, 2, drafts=True)
+    with_mtp = [spec.name for spec in partition.weights(1)]
+    assert with_mtp[: len(plain)] == plain
+    assert partition.num_kv_layers == config.num_kv_layers + (len(with_mtp) > len(plain))
+    return {name.removeprefix("mtp.") for name in with_mtp[len(plain) :]}
+
+
+def test_the_mtp_layer_is_attention_with_the_mlp_of_layer_0() -> None:
+    ends = {f"{name}.weight" for name in ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    norms = {"input_layernorm.weight", "post_attention_layernorm.weight"}
+    attention = {f"self_attn.{part}_proj.weight" for part in "qkvo"}
+    attention |= {f"self_attn.{part}_norm.weight" for part in "qk"}
+    dense = {f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+    experts = {f"mlp.experts.{i}.{name.removeprefix('mlp.')}" for i in range(3) for name in dense}
+    experts |= {f"mlp.shared_expert.{name.removeprefix('mlp.')}" for name in dense}
+    experts |= {"mlp.gate.weight", "mlp.shared_expert_gate.weight"}
+
+    def names(mlp: set[str]) -> set[str]:
+        layer = {f"layers.0.{name}" for name in norms | attention | mlp}
+        return ends | layer | {"norm.weight"}
+
+    # Layer 0 is a delta net here; and of several MTP layers only the first is read.
+    for count in (1, 2):
+        assert mtp_names(hybrid(num_mtp_layers=count)) == names(experts)
+        assert mtp_names(hybrid(num_mtp_layers=count, experts=None)) == names(dense)
+    mixed = ExpertsConfig(num_experts=3, num_experts_per_tok=2, width=24, dense_layers=(0,))
+    assert mtp_names(hybrid(num_mtp_layers=1, experts=mixed)) == names(dense)
+    assert mtp_names(hybrid()) == set()
+
+
+def test_the_projection_of_pairs_and_its_norms_are_whole_on_every_rank() -> None:
+    partition = ModelPartition.of(hybrid(num_mtp_layers=1), 3, drafts=True)
+    for rank in range(3):
+        specs = {spec.name: spec for spec in partition.weights(rank)}
+        assert specs["mtp.fc.weight"] == WeightSpec("mtp.fc.weight", (24, 48))
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+            spec = specs[f"mtp.{name}.weight"]
+            assert (spec.local_shape, spec.keeps_fp32, spec.zero_centred) == ((24,), True, True)
+        rows = specs["mtp.layers.0.self_attn.q_proj.weight"]
+        assert rows.ranges == specs["model.layers.1.self_attn.q_proj.weight"].ranges
 
 
 def test_bytes_in_memory() -> None:

@@ -91,12 +91,14 @@ def test_values_of_delta_nets_are_those_of_the_definition() -> None:
     assert_close("router", filled(WeightSpec("x.mlp.gate.weight", (3, 10))), want, 1e-7)
 
 
-@pytest.mark.parametrize("name", ["x.norm.weight", "x.q_norm.weight", "x.k_norm.weight"])
+@pytest.mark.parametrize(
+    "name", [f"x.{norm}.weight" for norm in ("norm", "q_norm", "k_norm", "pre_fc_norm_hidden")]
+)
 def test_a_zero_centred_norm_multiplies_by_the_same(name: str) -> None:
     plain = filled(WeightSpec(name, (500,)))
     centred = filled(WeightSpec(name, (500,), keeps_fp32=True, zero_centred=True))
     assert torch.equal(1 + centred, plain)
-    assert abs(float(centred.mean()) - ("_norm" in name)) < 0.02
+    assert abs(float(centred.mean()) - name.endswith(("q_norm.weight", "k_norm.weight"))) < 0.02
 
 
 def test_decay_of_states() -> None:

@@ -50,6 +50,21 @@ def test_what_keeps_fp32_is_counted_so() -> None:
     assert weight_bytes(partition, 1, FP32, "cuda") == 4 * count
 
 
+def test_whoever_drafts_needs_room_for_the_mtp_layer() -> None:
+    config = shape_config("shape:qwen3.5-27b")
+    plain, drafts = (ModelPartition.of(config, 1, drafts=asked) for asked in (False, True))
+    # fc; q with its gates, o, k and v; an MLP; five norms of the hidden size and two of heads.
+    matrices = 2 * 5120**2 + 5120 * 256 * (3 * 24 + 2 * 4) + 3 * 5120 * 17408
+    more = 2 * matrices + 4 * (5 * 5120 + 2 * 256)
+    needed = weight_bytes(drafts, 0, BF16, "cuda")
+    assert needed - weight_bytes(plain, 0, BF16, "cuda") == more
+    check_weights(drafts, 0, BF16, "cuda", needed)
+    # What two ranks that draft take of a card, and no less, is what is advised.
+    each = weight_bytes(ModelPartition.of(config, 2, drafts=True), 0, BF16, "cuda")
+    assert "--tp 2 (" in refusal(drafts, BF16, "cuda", int(each / 0.9) + 2)
+    assert "--tp 3 (" in refusal(drafts, BF16, "cuda", int(each / 0.9) - 2)
+
+
 def test_weights_that_just_fit_are_loaded_and_one_byte_less_is_too_little() -> None:
     needed = weight_bytes(large(), 0, BF16, "cuda")
     check_weights(large(), 0, BF16, "cuda", needed)
