@@ -11,7 +11,7 @@ import json
 import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -92,7 +92,7 @@ class Flight:
                     f"--step {step}: no rank had answered step {each.plan.step} before; "
                     f"choose a step up to {each.plan.step}"
                 )
-            fold(slots, each.plan, each.results[0].tokens)
+            fold(slots, each.plan, each.results[0])
         return slots
 
 
@@ -145,13 +145,14 @@ def _read_header(path: Path, line: bytes) -> FlightHeader:
 
 
 def replay_plans(flight: Flight, step: int) -> list[StepPlan]:
-    """Plans that bring fresh ranks to where `step` began, and last its own, unchanged.
+    """Plans that bring fresh ranks to where `step` began, and last its own.
 
-    Their numbers end with 0, so that none is that of a recorded step. Raises ConfigError.
+    That is unchanged but for drafts, which nobody recorded: each row gives its first token. Their numbers end with 0, so that none is that of a recorded step. Raises ConfigError.
     """
     plan = flight.find(step).plan
     before, after = flight.slots_before(step), flight.slots_before(step)
-    fold(after, plan, ())
+    fold(after, plan, None)
+    plan = _without_drafts(plan, before)
     is_hybrid = flight.header.worker.model.is_hybrid
     opened = dict(zip(plan.open_slot, plan.open_restore or [0] * len(plan.open_slot), strict=True))
     starts = dict(zip(plan.rows.slot, plan.rows.start, strict=True))
@@ -167,6 +168,17 @@ def replay_plans(flight: Flight, step: int) -> list[StepPlan]:
     first = StepPlan(step=1 - len(setup), rows=setup[0], **_open_arrays(slots, is_hybrid))
     rest = [StepPlan(step=i - len(setup), rows=rows) for i, rows in enumerate(setup[1:], start=2)]
     return [first, *rest, plan]
+
+
+def _without_drafts(plan: StepPlan, before: Slots) -> StepPlan:
+    """The plan with rows that begin where they did: where drafts are in flight it did not know."""
+    if not plan.num_proposals and not plan.rows.drafts:
+        return plan
+    start = plan.rows.start[:]
+    for row, (slot, phase) in enumerate(zip(plan.rows.slot, plan.rows.phase, strict=True)):
+        if phase == Phase.DECODE:
+            start[row] = len(before[slot].tokens) - 1
+    return replace(plan, rows=replace(plan.rows, start=start, drafts=int32s()), num_proposals=0)
 
 
 def _shared_part(slot: OpenSlot, start: int, snapshot: int) -> OpenSlot:

@@ -41,6 +41,7 @@ LAUNCH_OPTIONS = (
     "memory_utilization",
     "state_slots",
     "state_dtype",
+    "speculate",
     "max_step_tokens",
     "no_prefix_cache",
     "no_graphs",

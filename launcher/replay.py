@@ -98,6 +98,7 @@ def launch_config(flight: Flight, options: dict[str, Any]) -> LaunchConfig:
         kv_tokens=flight.header.num_blocks * BLOCK_SIZE,
         memory_utilization=0.0,
         state_slots=num_states,
+        speculate="off",
         max_requests=min(recorded.max_requests, num_states or recorded.max_requests),
     )
     check_device(worker.device, host_facts(os.environ), worker.tp)
@@ -145,8 +146,14 @@ def _run(
 
 
 def _distinct(results: Sequence[StepResult], sample: int) -> tuple[int, ...]:
+    """What the ranks say of the first token of sampling row `sample`."""
     by_rank = sorted(results, key=lambda result: result.rank)
-    return tuple(dict.fromkeys(result.tokens[sample] for result in by_rank))
+    return tuple(
+        dict.fromkeys(
+            result.tokens[sum(result.counts[:sample]) if result.counts else sample]
+            for result in by_rank
+        )
+    )
 
 
 def _table(rows: Sequence[Row]) -> list[str]:

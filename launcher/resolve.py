@@ -117,6 +117,7 @@ def resolve_config(
     tp = _resolve_tp(options, worker.tp, cluster)
     ModelPartition.of(model, tp)
     _check_states(options, model)
+    _check_speculation(asked.runtime.worker.speculate, model)
     device = resolve_device(worker.device, host)
     check_device(device, host, tp if cluster is None else cluster.local_world_size)
     parse_overlay(worker.overlay, model)
@@ -253,6 +254,14 @@ def _check_states(options: Mapping[str, Any], model: ModelConfig) -> None:
         raise ConfigError(
             f"--state-slots {slots}: each of --max-requests {requests} needs a state; choose at "
             "least as many, or 0 (automatic)"
+        )
+
+
+def _check_speculation(speculate: str, model: ModelConfig) -> None:
+    if speculate != "off" and not model.num_mtp_layers:
+        raise ConfigError(
+            f"--speculate {speculate}: drafts come from a layer of the model's own (MTP), and this "
+            "checkpoint has none; choose off"
         )
 
 

@@ -106,3 +106,13 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> fp32 logits [R, this rank's vocabulary rows]."""
         ...
+
+    def draft(
+        self, token_ids: Tensor, hidden: Tensor, batch: ForwardBatch, cache: LayerCache
+    ) -> Tensor:
+        """Tokens [T] int64 and the states before them -> states to draft from, [T, hidden]."""
+        ...
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """The same as `logits`, of states that `draft` returned."""
+        ...

@@ -30,6 +30,7 @@ from unisono.ops.reference import (
     reduce,
     rope_kv,
     sampling,
+    speculation,
 )
 from unisono.ops.table import Ops
 
@@ -91,6 +92,7 @@ def _cpu_ops(head_dim: int) -> Ops:
         delta_rule=delta.delta_rule,
         route_experts=experts.route_experts,
         pack_experts=partial(experts.pack_experts, pack_linear=pack_linear),
+        accept_drafts=speculation.accept_drafts,
         argmax_keys=sampling.argmax_keys,
         unpack_keys=sampling.unpack_keys,
         add_noise=gumbel.add_noise,

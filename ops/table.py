@@ -34,6 +34,7 @@ class Ops:
     delta_rule: Callable[..., Tensor]
     route_experts: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
     pack_experts: Callable[[Tensor, Tensor], Experts]
+    accept_drafts: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     argmax_keys: Callable[[Tensor, int, int], Tensor]
     unpack_keys: Callable[[Tensor], tuple[Tensor, Tensor]]
     add_noise: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]

@@ -45,6 +45,7 @@ class Engine:
         self._max_model_len = max_model_len
         self._stopped = False
         self._in_flight: deque[int] = deque()
+        self._last_result_s = 0.0
         workers.on_silence = self._drain
 
     def run(self) -> None:
@@ -71,8 +72,12 @@ class Engine:
     def _take_result(self) -> None:
         """Wait for the oldest step in flight, and pass on what it answered."""
         result = self._workers.receive(self._in_flight.popleft())
+        now = time.monotonic()
+        # From result to result, unless the ranks had nothing to do in between.
+        seconds = now - self._last_result_s if self._last_result_s else 0.0
+        self._last_result_s = now if self._in_flight else 0.0
         for news in self._scheduler.apply(
-            result.tokens, result.counts, result.logprobs, result.checksums
+            result.tokens, result.counts, result.logprobs, result.checksums, seconds
         ):
             self._emit(news)
 
@@ -143,5 +148,7 @@ class Engine:
                     total_s=now - request.arrived_s,
                     num_cached_tokens=request.num_cached_tokens,
                     num_preemptions=request.num_admissions - 1,
+                    drafted=request.drafted,
+                    accepted=request.accepted,
                 ),
             )

@@ -24,6 +24,7 @@ from unisono.runtime.protocol import (
     WorkerLost,
 )
 from unisono.runtime.scheduler import Scheduler
+from unisono.runtime.speculation import draft_policy
 from unisono.runtime.worker_group import RankFault, WorkerGroup
 from unisono.workers.channel import Hub
 from unisono.workers.config import BLOCK_SIZE, WorkerConfig
@@ -106,6 +107,8 @@ def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
     scheduler = Scheduler(
         num_blocks=num_blocks,
         num_states=num_states,
+        num_drafts=worker.num_drafts,
+        policy=draft_policy(worker.speculate, worker.num_drafts),
         max_requests=max_requests,
         max_model_len=worker.max_model_len,
         max_step_tokens=config.max_step_tokens,

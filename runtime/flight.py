@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from itertools import repeat
 from pathlib import Path
 from zlib import crc32
 
@@ -114,7 +115,7 @@ class FlightRecorder:
         self._steps.append(Step(plan))
         if len(self._steps) > self._window:
             oldest = self._steps.popleft()
-            fold(self._slots, oldest.plan, oldest.results[0].tokens)
+            fold(self._slots, oldest.plan, oldest.results[0])
 
     def result(self, result: StepResult) -> None:
         """A rank has answered one of the last steps."""
@@ -139,8 +140,8 @@ class FlightRecorder:
         return True
 
 
-def fold(slots: Slots, plan: StepPlan, tokens: Sequence[int]) -> None:
-    """Let `slots` go through a step that gave `tokens`; without tokens only its changes apply."""
+def fold(slots: Slots, plan: StepPlan, result: StepResult | None) -> None:
+    """Let `slots` go through a step that gave `result`; without one only its changes apply."""
     if plan.open_slot:
         recipes = unpack_sampling(plan.open_sampling) or [SlotSampling()] * len(plan.open_slot)
         states = plan.open_state or [0] * len(plan.open_slot)
@@ -152,13 +153,17 @@ def fold(slots: Slots, plan: StepPlan, tokens: Sequence[int]) -> None:
             start += length
     for slot, block in zip(plan.block_slot, plan.block_id, strict=True):
         slots[slot].blocks.append(block)
+    if result is None:
+        return
     rows = plan.rows
     sampling: Sequence[int] = rows.slot
     if _CHUNK in rows.phase:
         pairs = zip(rows.slot, rows.phase, strict=True)
         sampling = [slot for slot, phase in pairs if phase != _CHUNK]
-    for slot, token in zip(sampling, tokens, strict=False):
-        slots[slot].tokens.append(token)
+    stop = 0
+    for slot, count in zip(sampling, result.counts or repeat(1, len(sampling)), strict=True):
+        slots[slot].tokens += result.tokens[stop : stop + count]
+        stop += count
 
 
 def _encode(header: FlightHeader, slots: Slots, steps: Iterable[Step]) -> bytes:

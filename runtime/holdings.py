@@ -111,7 +111,7 @@ class Holdings:
         """Take everything from `request`; the seat still has to be freed."""
         seat = Seat(slot=request.slot, blocks=request.blocks, state=request.state)
         request.blocks, request.slot, request.state = [], 0, 0
-        request.num_computed = request.num_ahead = request.num_drafts = 0
+        request.num_computed = request.num_ahead = request.num_drafts = request.num_proposed = 0
         request.num_sent_blocks = request.num_published = 0
         return seat
 

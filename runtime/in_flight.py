@@ -51,3 +51,13 @@ class Flight:
     saves: list[Save]
     leaving: list[Seat] = field(default_factory=list)
     """Of requests that have ended: free with the result."""
+
+    @property
+    def num_drafts(self) -> int | None:
+        """Of a step that only decodes, and drafts alike behind all its rows: how many; else None.
+
+        What others take says nothing of the next.
+        """
+        drafts = self.rows[0].drafts
+        alike = all(row.phase is Phase.DECODE and row.drafts == drafts for row in self.rows)
+        return drafts if alike else None

@@ -16,6 +16,7 @@ def step_plan(
     opened: Sequence[Request],
     running: Sequence[Request],
     eos_token_ids: Collection[int],
+    num_proposals: int = 0,
 ) -> StepPlan:
     """Return the plan of `flight`, in which the slots of `opened` get their requests.
 
@@ -27,6 +28,7 @@ def step_plan(
         **_open_arrays(opened, eos_token_ids),
         **_block_arrays(running, flight.step),
         **_state_arrays(opened, flight.saves),
+        num_proposals=num_proposals,
     )
 
 

@@ -212,6 +212,10 @@ class Finished:
     """Prompt tokens that the prefix cache spared it."""
     num_preemptions: int = 0
     """How often it lost its place and was computed again."""
+    drafted: array[int] = field(default_factory=int32s)
+    """By place in a chain: drafts of it that were checked."""
+    accepted: array[int] = field(default_factory=int32s)
+    """Those of them that were right, each behind others that were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,12 @@ class Request:
     """Tokens that its rows in flight compute for certain."""
     num_drafts: int = 0
     """Drafts of its rows in flight: tokens that may be accepted beside."""
+    num_proposed: int = 0
+    """Drafts that lie behind its newest token on the ranks, once its rows in flight are done."""
+    drafted: array[int] = field(default_factory=int32s)
+    """By place in a chain: drafts of it that were checked."""
+    accepted: array[int] = field(default_factory=int32s)
+    """Those of them that were right."""
     last_step: int = 0
     """The last step that named its slot or its blocks."""
     state: int = 0
@@ -121,6 +127,15 @@ class Request:
     def max_blocks(self) -> int:
         """Blocks it needs at the most: the last token of an answer is never computed."""
         return blocks_for(self.num_prompt_tokens + self.max_tokens - 1)
+
+    def count_drafts(self, checked: int, right: int) -> None:
+        """Of a chain of `checked` drafts the first `right` were right."""
+        missing = checked - len(self.drafted)
+        self.drafted.extend([0] * missing)
+        self.accepted.extend([0] * missing)
+        for place in range(checked):
+            self.drafted[place] += 1
+            self.accepted[place] += place < right
 
     def tokens(self, start: int, stop: int) -> array[int]:
         """Return the tokens at positions [start, stop) of prompt and answer."""

@@ -29,6 +29,7 @@ from unisono.runtime.logprobs import LogprobCutter
 from unisono.runtime.plan_wire import step_plan
 from unisono.runtime.protocol import RequestRejected
 from unisono.runtime.request import Request, blocks_for
+from unisono.runtime.speculation import DraftPolicy, FixedDrafts
 from unisono.runtime.stopping import finish_reason
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.protocol import Phase, StepPlan
@@ -69,11 +70,13 @@ class Scheduler:
         max_in_flight: int = 2,
         num_drafts: int = 0,
         num_states: int = 0,
+        policy: DraftPolicy | None = None,
     ) -> None:
         """`max_in_flight` steps may be out, one running and the others planned ahead.
 
         `num_states`: recurrent states on every rank, at least `max_requests` for a hybrid model,
-        0 for others. `num_drafts`: the most that one row may have.
+        0 for others. `num_drafts`: the most that one row may have; `policy` says how many it has,
+        by default all.
         """
         self.num_preemptions = 0
         self._max_model_len = max_model_len
@@ -81,6 +84,8 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_in_flight = max_in_flight
         self._num_drafts = num_drafts
+        self._policy = policy or FixedDrafts(num_drafts)
+        self._drafts_now = num_drafts
         self._holdings = Holdings(num_blocks, max_requests, num_states, prefix_cache)
         self._num_arrived = 0
         self._waiting: list[Request] = []
@@ -151,8 +156,8 @@ class Scheduler:
             request.block_names = []  # of the old cache's salt
 
     def drafts_for(self, request: Request) -> int:
-        """Tokens that the ranks may propose behind the next one of `request`."""
-        return 0 if request.needs_host else self._num_drafts
+        """Drafts to be checked behind the next token of `request`, as far as there are any."""
+        return 0 if request.needs_host else min(self._drafts_now, request.num_proposed)
 
     def next_plan(self) -> StepPlan | None:
         """Admit what fits and return the next step.
@@ -161,6 +166,9 @@ class Scheduler:
         """
         if self.num_in_flight == self._max_in_flight:
             return None
+        if self._num_drafts:
+            deciding = sum(not request.in_prompt for request in self._running)
+            self._drafts_now = self._policy.choose(deciding) if deciding else self._num_drafts
         num_preemptions = self.num_preemptions
         rows = self._plan_decodes()
         if rows is None:
@@ -182,9 +190,12 @@ class Scheduler:
         for row in rows:
             row.request.num_ahead += row.count
             row.request.num_drafts += row.drafts
+            row.request.num_proposed = self._drafts_now
             row.request.last_step = self._step
         self._flights.append(flight)
-        return step_plan(flight, opened, self._running, self._eos_token_ids)
+        return step_plan(
+            flight, opened, self._running, self._eos_token_ids, num_proposals=self._drafts_now
+        )
 
     def apply(
         self,
@@ -192,13 +203,16 @@ class Scheduler:
         counts: Sequence[int] = (),
         logprobs: array[int] | None = None,
         checksums: Sequence[int] | None = None,
+        seconds: float = 0.0,
     ) -> list[NewToken]:
         """Take the result of the oldest step in flight: the tokens of its sampling rows, in order.
 
         The i-th of these rows has counts[i] of them, or one each if `counts` is empty. `logprobs`
-        and `checksums` are those of all rows.
+        and `checksums` are those of all rows. `seconds`: what the step took, if that is known.
         """
         flight = self._flights.popleft()
+        if seconds and flight.num_drafts is not None:
+            self._policy.note(len(flight.rows), flight.num_drafts, counts, seconds)
         self._land(flight)
         cutter = LogprobCutter(logprobs)
         sums = iter(checksums or ())
@@ -345,6 +359,8 @@ class Scheduler:
         request = row.request
         request.num_ahead -= row.count
         request.num_drafts -= row.drafts
+        if row.drafts:
+            request.count_drafts(row.drafts, len(tokens) - 1)
         request.num_computed += row.count + max(len(tokens) - 1, 0)
         news: list[NewToken] = []
         for token_id, record in zip(tokens, records, strict=True):

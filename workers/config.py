@@ -14,6 +14,9 @@ DEVICES = ("auto", "cpu", "cuda")
 ATTENTIONS = ("auto", "triton", "torch-flash", "reference")
 NUMERICS = ("exact", "fast")
 STATE_DTYPES = ("float32", "bfloat16")
+SPECULATE = ("off", "auto", *map(str, range(1, 9)))
+AUTO_DRAFTS = 3
+"""The most that --speculate auto drafts."""
 CHOICES = {
     "dtype": DTYPES,
     "device": DEVICES,
@@ -21,6 +24,7 @@ CHOICES = {
     "numerics": NUMERICS,
     "load_format": LOAD_FORMATS,
     "state_dtype": STATE_DTYPES,
+    "speculate": SPECULATE,
 }
 """The legal values of fields of `WorkerConfig`."""
 HOST_SHARE, CARD_SHARE = 0.25, 0.9
@@ -74,6 +78,9 @@ class WorkerConfig:
     state_dtype: str = "float32"
     """What recurrent states are kept in between tokens, in hybrid models only. bfloat16 takes half
     of the memory and rounds after every token, on every path alike."""
+    speculate: str = "off"
+    """Tokens to draft behind each one with the layer that the model has for it (MTP), and to check
+    in one step. The answers are the same. auto: up to 3, fewer or none where that is faster."""
     no_graphs: bool = False
     """On a GPU: launch every kernel of a decode step by itself, instead of replaying a captured
     graph of them. The answers are the same; CUDA graphs are only faster."""
@@ -86,3 +93,9 @@ class WorkerConfig:
     reference_ops: tuple[str, ...] = ()
     """Ops that are computed by their references (ops/by_reference.py), to find out which one is at
     fault."""
+
+    @property
+    def num_drafts(self) -> int:
+        """The most tokens that are drafted behind one."""
+        most = {"off": 0, "auto": AUTO_DRAFTS}.get(self.speculate)
+        return int(self.speculate) if most is None else most

@@ -16,10 +16,11 @@ from unisono.workers.decode_steps import DecodeSteps
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
 from unisono.workers.logprobs import prompt_logprobs, token_logprobs
-from unisono.workers.protocol import Phase, Rows, SlotSampling, StepPlan, int32s, unpack_sampling
+from unisono.workers.protocol import Rows, SlotSampling, StepPlan, int32s, unpack_sampling
 from unisono.workers.sampler import Sampler
 from unisono.workers.sampling_state import SamplingRows
 from unisono.workers.slot_table import SlotTable
+from unisono.workers.speculator import Speculator
 from unisono.workers.state_pool import StatePool, caches_of
 from unisono.workers.step_buffers import Result
 from unisono.workers.tracer import Tracer
@@ -32,6 +33,7 @@ class StepOutput:
     tokens: list[int]
     logprobs: array[int] | None
     checksums: array[int] | None = None
+    counts: Sequence[int] = ()
 
     def is_ready(self) -> bool:
         """Whether reading it would not wait for the device."""
@@ -43,6 +45,7 @@ class LateOutput:
 
     logprobs = None
     checksums = None
+    counts = ()
 
     def __init__(self, result: Result) -> None:
         self._result = result
@@ -74,6 +77,7 @@ class ModelRunner:
         decode: DecodeSteps | None = None,
         tracer: Tracer | None = None,
         states: StatePool | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -84,29 +88,32 @@ class ModelRunner:
         self._tracer = tracer
         self._decode = decode
         self._states = states
+        self._speculator = speculator
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepOutput | LateOutput:
-        """Run `plan`; return a token for each of its sampling rows, in row order.
+        """Run `plan`; return the tokens of each of its sampling rows, in row order.
 
-        Raises ProtocolError for a plan that asks for drafts, or for recurrent states where the
-        model has none.
+        Raises ProtocolError for a plan that asks for drafts or for recurrent states where the model
+        has none.
         """
         self._refuse_what_is_not_there(plan)
         self._apply_changes(plan)
-        if self._tracer is not None:
-            self._tracer.begin(plan.rows, self._slots)
-            output = self._run(plan)
-            self._tracer.end()
-            return output
-        if self._decode is not None and self._decode.serves(plan.rows):
-            return self._run_decode(self._decode, plan.rows)
-        return self._run(plan)
+        if self._tracer is None and self._speculator is None and self._decode is not None:
+            if self._decode.serves(plan.rows):
+                return self._run_decode(self._decode, plan.rows)
+        inputs = self._builder.build(plan)
+        if self._tracer is None:
+            return self._run(inputs, plan.num_proposals)
+        self._tracer.begin(inputs.rows, self._slots)
+        output = self._run(inputs, plan.num_proposals)
+        self._tracer.end()
+        return output
 
     def _refuse_what_is_not_there(self, plan: StepPlan) -> None:
         step = f"step {plan.step}"
-        if any(plan.rows.drafts):
-            raise ProtocolError(f"{step} asks for drafts, and no model here has a drafter")
+        if self._speculator is None and (any(plan.rows.drafts) or plan.num_proposals):
+            raise ProtocolError(f"{step} asks for drafts, and the ranks have no layer that drafts")
         if self._states is None and (plan.open_state or plan.save_state):
             raise ProtocolError(f"{step} names recurrent states, and the model has none")
 
@@ -119,18 +126,39 @@ class ModelRunner:
         positions = torch.tensor(rows.start, dtype=torch.int64).to(hidden.device) + 1
         return self._sample(hidden, rows.slot, slots, positions, int32s())
 
-    def _run(self, plan: StepPlan) -> StepOutput:
-        inputs = self._builder.build(plan)
-        key = (len(inputs.batch.token_ids), len(plan.rows))
-        hidden = self._graphs.run("forward", key, lambda: self._forward(inputs), "prompt tokens")
-        records = prompt_logprobs(plan.rows, self._slots, hidden, self._model.logits, self._sampler)
-        if not len(inputs.logits_index):
-            return StepOutput([], records or None)
-        row_slots = [
-            s for s, p in zip(plan.rows.slot, plan.rows.phase, strict=True) if p != Phase.CHUNK
-        ]
-        ends = hidden.index_select(0, inputs.logits_index)
-        return self._sample(ends, row_slots, inputs.sample_slots, inputs.sample_positions, records)
+    def _run(self, inputs: StepInputs, num_proposals: int) -> StepOutput:
+        rows, why = inputs.rows, "prompt tokens" if self._speculator is None else "drafts"
+        key = (len(inputs.batch.token_ids), len(rows))
+        hidden = self._graphs.run("forward", key, lambda: self._forward(inputs), why)
+        records = prompt_logprobs(rows, self._slots, hidden, self._model.logits, self._sampler)
+        output = StepOutput([], records or None)
+        if len(inputs.logits_index):
+            ends = hidden.index_select(0, inputs.logits_index)
+            if self._speculator is None:
+                places = (inputs.row_slots, inputs.sample_slots, inputs.sample_positions)
+                return self._sample(ends, *places, records)
+            output = self._sample_with_drafts(self._speculator, inputs, ends, records)
+        if self._speculator is not None:
+            cache = self._cache.layers[-1]
+            self._speculator.propose(inputs, hidden, cache, num_proposals)
+        return output
+
+    def _sample_with_drafts(
+        self, speculator: Speculator, inputs: StepInputs, hidden: Tensor, records: array[int]
+    ) -> StepOutput:
+        """Choose a token behind each of hidden [S, width], and keep those behind right drafts."""
+        of_token = zip(inputs.row_slots, inputs.sizes, strict=True)
+        slots_of = [slot for slot, size in of_token for _ in range(size)]
+        table = self._slots
+        sampling = table.sampling.rows(slots_of, inputs.sample_positions, table.token_ids)
+        logits = self._model.logits(hidden)
+        token_ids = self._sampler.sample(logits, sampling)
+        accepted = speculator.accept(inputs, token_ids)
+        logits, token_ids = logits[accepted.kept], token_ids[accepted.kept]
+        records += token_logprobs(accepted.row_slots, table, logits, token_ids, self._sampler)
+        checksums = self._sampler.checksums(logits, table.checksum_rows(accepted.row_slots))
+        tokens = token_ids.tolist()
+        return StepOutput(tokens, records or None, checksums or None, accepted.counts)
 
     def _sample(
         self,

@@ -198,6 +198,8 @@ class StepPlan:
     save_slot: array[int] = field(default_factory=int32s)
     save_length: array[int] = field(default_factory=int32s)
     save_state: array[int] = field(default_factory=int32s)
+    num_proposals: int = 0
+    """Tokens to draft behind each row that samples, for the step after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,15 +93,16 @@ class Tracer:
         first = sampled = 0
         columns = (rows.slot, rows.start, rows.count, rows.phase)
         for slot, start, count, phase in zip(*columns, strict=True):
+            # Behind each draft one is sampled, too.
+            size = {Phase.CHUNK: 0, Phase.PROMPT: 1}.get(Phase(phase), count)
             if slots.sampling.of(slot).checksums:
                 self._tokens += range(first, first + count)
                 self._positions += range(start, start + count)
                 self._contexts.append((slot, start + count))
-                if phase != Phase.CHUNK:
-                    self._samples.append(sampled)
-                    self._sample_positions.append(start + count - 1)
+                self._samples += range(sampled, sampled + size)
+                self._sample_positions += range(start + count - size, start + count)
             first += count
-            sampled += phase != Phase.CHUNK
+            sampled += size
 
     def end(self) -> None:
         """Write what the step gave to the files."""

@@ -41,10 +41,19 @@ from unisono.workers.memory import (
 from unisono.workers.model_runner import LateOutput, ModelRunner, StepOutput
 from unisono.workers.orders import WorkerOrders
 from unisono.workers.profile_run import measure_budget
-from unisono.workers.protocol import Allocate, Loaded, Ready, Shutdown, StepPlan, StepResult
+from unisono.workers.protocol import (
+    Allocate,
+    Loaded,
+    Ready,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    int32s,
+)
 from unisono.workers.reporter import Reporter
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
+from unisono.workers.speculator import Speculator
 from unisono.workers.state_pool import StatePool
 from unisono.workers.step_buffers import StepBuffers
 from unisono.workers.tracer import Tracer
@@ -76,7 +85,10 @@ class Worker:
         self._device = devices.rank_device(orders.config.device, os.environ)
         self._dtype = devices.torch_dtype(orders.config.dtype)
         state_dtype = devices.torch_dtype(orders.config.state_dtype)
-        self._partition = ModelPartition.of(orders.config.model, orders.config.tp)
+        self._num_drafts = orders.config.num_drafts
+        self._partition = ModelPartition.of(
+            orders.config.model, orders.config.tp, drafts=self._num_drafts > 0
+        )
         self._part = part = (self._partition, self._rank, self._dtype)
         self._state_bytes = state_bytes(*part, state_dtype)
         self._cache = KVCache(*part, self._device)
@@ -178,6 +190,7 @@ class Worker:
                 tokens=array("i", output.tokens),
                 logprobs=output.logprobs,
                 checksums=output.checksums,
+                counts=int32s(output.counts),
                 digest=step.digest,
                 seconds=time.perf_counter() - step.began,
             )
@@ -200,7 +213,8 @@ class Worker:
 
     def _build_runner(self, ops: Ops, model: Model) -> ModelRunner:
         config, partition = self._config, self._partition
-        slots = SlotTable(config.max_requests, config.max_model_len, self._device)
+        num_drafts = self._num_drafts
+        slots = SlotTable(config.max_requests, config.max_model_len, self._device, num_drafts)
         shape = AttentionShape(
             partition.heads.size(self._rank),
             partition.kv_heads.size(self._rank),
@@ -218,16 +232,26 @@ class Worker:
             buffers = StepBuffers(rows, width, self._dtype, self._device)
             owned = (self._cache, slots, sampler, graphs, buffers)
             decode = DecodeSteps(model, *owned, shape, windows, self._states, ops.plan_delta)
+        builder = BatchBuilder(
+            ops,
+            slots,
+            shape,
+            windows,
+            is_hybrid=self._states is not None,
+            speculates=num_drafts > 0,
+        )
+        speculator = Speculator(model, ops, slots, builder, sampler) if num_drafts else None
         return ModelRunner(
             model,
             self._cache,
             slots,
-            BatchBuilder(ops, slots, shape, windows, is_hybrid=self._states is not None),
+            builder,
             sampler,
             graphs,
             decode,
             self._tracer,
             self._states,
+            speculator,
         )
 
     def _throttled_progress(self) -> Callable[[int, int], None]:

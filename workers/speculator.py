@@ -1,0 +1,100 @@
+"""Speculation on one rank: which drafts were right, and the drafts for the next step.
+
+Drafts lie in the slot table behind the known tokens of their slot. A draft is right if it is the
+token that the model itself chooses at its place: so whatever is drafted, the answer is the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unisono.models.interface import LayerCache, Model
+from unisono.ops.table import Ops
+from unisono.workers.batch_builder import BatchBuilder, StepInputs
+from unisono.workers.sampler import Sampler
+from unisono.workers.slot_table import SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What is left of a step's S sampled tokens once wrong drafts are gone. R rows."""
+
+    kept: Tensor
+    """[n] int64: which of the S are answers, in order."""
+    counts: list[int]
+    """How many of these each row has."""
+    row_slots: list[int]
+    """[n] the slot of each."""
+
+
+class Speculator:
+    """Judges drafts and makes new ones with the model's own layer for it."""
+
+    def __init__(
+        self, model: Model, ops: Ops, slots: SlotTable, builder: BatchBuilder, sampler: Sampler
+    ) -> None:
+        self._model, self._ops = model, ops
+        self._slots, self._builder, self._sampler = slots, builder, sampler
+
+    def accept(self, inputs: StepInputs, token_ids: Tensor) -> Accepted:
+        """Append to each slot its tokens [S] up to the first behind a wrong draft, that included.
+
+        The recurrent states of rows with drafts do not hold these tokens yet: the slot table keeps
+        how many they have to take in.
+        """
+        slots, device = self._slots, token_ids.device
+        sizes = torch.tensor(inputs.sizes)
+        first = (sizes.cumsum(0) - sizes).to(device)
+        drafted = slots.token_ids[inputs.sample_slots, inputs.sample_positions]
+        counts = self._ops.accept_drafts(token_ids, drafted, first, sizes.to(device))
+        row_of = torch.repeat_interleave(torch.arange(len(sizes)), sizes).to(device)
+        place = torch.arange(len(token_ids), device=device) - first[row_of]
+        kept = (place < counts[row_of]).nonzero().flatten()
+        slots.token_ids[inputs.sample_slots[kept], inputs.sample_positions[kept]] = token_ids[kept]
+        last = first + counts - 1
+        row_slots = inputs.sample_slots[first]
+        slots.lengths[row_slots] = inputs.sample_positions[last] + 1
+        slots.num_pending[row_slots] = torch.where(sizes.to(device) > 1, counts, 0)
+        counted: list[int] = counts.tolist()
+        each = zip(inputs.row_slots, counted, strict=True)
+        return Accepted(kept, counted, [slot for slot, count in each for _ in range(count)])
+
+    def propose(
+        self, inputs: StepInputs, hidden: Tensor, cache: LayerCache, num_drafts: int
+    ) -> None:
+        """Show the drafting layer the step's tokens, then draft for every row that sampled.
+
+        hidden [T, width] is what the model made of them. The layer's keys and values lie at the
+        position before the token that they are of, so at the end of a shared prefix there may be
+        the pair of another continuation: that can only cost accepted drafts.
+        """
+        slots, batch = self._slots, inputs.batch
+        following = slots.token_ids[inputs.slot_of_token, batch.positions + 1]
+        drafting = self._model.draft(following, hidden, batch, cache)
+        if not inputs.row_slots or not num_drafts:
+            return
+        row_slots = torch.tensor(inputs.row_slots).to(hidden.device)
+        lengths = slots.lengths[row_slots]
+        state = drafting[self._last_pairs(inputs, lengths)]
+        farthest = slots.max_model_len - 1
+        for number in range(num_drafts):
+            positions = lengths + number
+            sampling = slots.sampling.rows(inputs.row_slots, positions, slots.token_ids)
+            token_ids = self._sampler.sample(self._model.draft_logits(state), sampling)
+            slots.token_ids[row_slots, positions] = token_ids
+            if number + 1 < num_drafts:
+                at = (positions - 1).clamp(max=farthest)
+                batch = self._builder.one_each(row_slots, at, token_ids)
+                state = self._model.draft(token_ids, state, batch, cache)
+
+    def _last_pairs(self, inputs: StepInputs, lengths: Tensor) -> Tensor:
+        """[R] where in the batch each row has the position before its newest token."""
+        count = torch.tensor(inputs.rows.count, dtype=torch.int64)
+        begin = count.cumsum(0) - count - torch.tensor(inputs.rows.start, dtype=torch.int64)
+        samples = torch.isin(
+            torch.tensor(inputs.rows.slot, dtype=torch.int64), torch.tensor(inputs.row_slots)
+        )
+        return begin[samples].to(lengths.device) + lengths - 2
