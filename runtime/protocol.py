@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from unisono.workers.protocol import StepPlan
+from unisono.workers.protocol import StepPlan, int32s
 
 
 class EngineError(Exception):

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from unisono.runtime.protocol import SamplingParams
 from unisono.runtime.request import Request
 from unisono.runtime.sampling_wire import with_seed
 from unisono.runtime.scheduler import Scheduler
+from unisono.runtime.speculation import DraftPolicy
 from unisono.workers.batch_builder import BatchBuilder
 from unisono.workers.decode_steps import DecodeSteps
 from unisono.workers.device import torch_dtype
@@ -44,6 +46,7 @@ from unisono.workers.model_runner import ModelRunner, StepOutput
 from unisono.workers.protocol import Phase, StepPlan
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
+from unisono.workers.speculator import Speculator
 from unisono.workers.state_pool import StatePool, caches_of
 from unisono.workers.step_buffers import StepBuffers
 from unisono.workers.tracer import Tracer
@@ -142,13 +145,16 @@ class LocalEngine:
         ops_of: Callable[[int, Ops], Ops] = lambda rank, ops: ops,
         tracer_of: Callable[[int], Tracer | None] = lambda rank: None,
         num_states: int | None = None,
+        num_drafts: int = 0,
+        policy_of: Callable[[], DraftPolicy | None] = lambda: None,
         state_dtype: str = "float32",
     ) -> None:
         self._attn, self.ops_of, self.tracer_of = attn, ops_of, tracer_of
         self.config = model if isinstance(model, ModelConfig) else read_model_config(model)
         self._load_format = "random" if isinstance(model, ModelConfig) else "auto"
         self._overlay = parse_overlay(overlay, self.config)
-        self.partition = ModelPartition.of(self.config, tp)
+        self.partition = ModelPartition.of(self.config, tp, drafts=num_drafts > 0)
+        self._num_drafts, self.policy_of = num_drafts, policy_of
         self.max_model_len = max_model_len
         self._path = "" if isinstance(model, ModelConfig) else str(model)
         self._dtype, self._device, self._graphs = torch_dtype(dtype), device, graphs
@@ -159,6 +165,7 @@ class LocalEngine:
             "max_step_tokens": max_step_tokens,
             "prefix_cache": prefix_cache,
             "max_in_flight": max_in_flight,
+            "num_drafts": num_drafts,
         }
         if self.config.is_hybrid:
             states = 2 * max_requests if num_states is None else num_states
@@ -188,7 +195,7 @@ class LocalEngine:
         engine was made with; no more blocks and requests than that.
         """
         settings = {**self._scheduling, **scheduling}
-        scheduler = Scheduler(eos_token_ids=eos_token_ids, **settings)
+        scheduler = Scheduler(eos_token_ids=eos_token_ids, policy=self.policy_of(), **settings)
         answers = [Answer() for _ in prompts]
         asked = [
             (arrivals[i] if arrivals else 0, self._request(i, prompt, max_tokens, params))
@@ -213,10 +220,11 @@ class LocalEngine:
                 due.append((_owners(plan, asked), *self.step(plan)))
             if due and (plan is None or len(due) == settings["max_in_flight"]):
                 owners, output, logits = due.popleft()
-                for news in scheduler.apply(output.tokens, (), output.logprobs):
+                places = _places(owners, output.counts)
+                for news in scheduler.apply(output.tokens, output.counts, output.logprobs):
                     answer = answers[news.request.request_id]
                     answer.token_ids.append(news.token_id)
-                    answer.logits.append(logits[owners.index(news.request.request_id)])
+                    answer.logits.append(logits[places[news.request.request_id].pop(0)])
                     answer.logprobs.append(news.logprobs)
                     answer.prompt_logprobs += take_prompt_logprobs(news.request) or []
                     answer.reason = news.reason or ""
@@ -224,6 +232,8 @@ class LocalEngine:
         assert scheduler.ledger.num_free == scheduler.ledger.num_blocks
         self.num_preemptions = scheduler.num_preemptions
         self.num_cached_tokens = [request.num_cached_tokens for _, request in asked]
+        self.drafted = [list(request.drafted) for _, request in asked]
+        self.accepted = [list(request.accepted) for _, request in asked]
         return answers
 
     def step(self, plan: StepPlan) -> tuple[StepOutput, list[Tensor]]:
@@ -238,7 +248,7 @@ class LocalEngine:
                 if isinstance(output, StepOutput):
                     return output
                 rank.logits[:] = [torch.empty(len(plan.rows), 0)]
-                return StepOutput(output.tokens, output.logprobs)
+                return StepOutput(output.tokens, output.logprobs, counts=output.counts)
             except BaseException:
                 if isinstance(rank.group, ThreadGroup):
                     rank.group.meeting.barrier.abort()
@@ -251,7 +261,8 @@ class LocalEngine:
         if not any(phase != Phase.CHUNK for phase in plan.rows.phase):
             return outputs[0], []
         # The last are the sampling rows'; before them lie those of prompts' log-probabilities.
-        return outputs[0], list(torch.cat([rank.logits.pop() for rank in self.ranks], dim=1))
+        logits = torch.cat([rank.logits.pop() for rank in self.ranks], dim=1)
+        return outputs[0], list(logits[_kept_rows(plan, outputs[0].counts)])
 
     @torch.inference_mode()
     def prompt_logits(self, ids: Sequence[int]) -> Tensor:
@@ -317,11 +328,13 @@ class LocalEngine:
         cache.allocate(self._scheduling["num_blocks"])
         states = None
         if self.config.is_hybrid:
-            states = StatePool(*mine, self._state_dtype, device)
+            states = StatePool(*mine, self._state_dtype, device, self._num_drafts)
             states.allocate(self._scheduling["num_states"])
-        slots = SlotTable(self._scheduling["max_requests"], self.max_model_len, device)
+        most = (self._scheduling["max_requests"], self.max_model_len)
+        slots = SlotTable(*most, device, self._num_drafts)
         shape, windows, is_hybrid = self._shape(group.rank), self._windows(), states is not None
-        builder = BatchBuilder(ops, slots, shape, windows, is_hybrid=is_hybrid)
+        kinds = {"is_hybrid": is_hybrid, "speculates": self._num_drafts > 0}
+        builder = BatchBuilder(ops, slots, shape, windows, **kinds)
         sampler = Sampler(ops, group, self.partition, 0)
         owners = (cache, states, slots) if states is not None else (cache, slots)
         pool = GraphPool(device, group, owners, "" if self._graphs else "eager")
@@ -334,7 +347,11 @@ class LocalEngine:
                 *(model, cache, slots, sampler, pool, buffers, shape, windows),
                 *((states, ops.plan_delta) if is_hybrid else ()),
             )
-        runner = ModelRunner(model, cache, slots, builder, sampler, pool, decode, tracer, states)
+        speculator = None
+        if self._num_drafts:
+            speculator = Speculator(model, ops, slots, builder, sampler)
+        owned = (cache, slots, builder, sampler, pool, decode, tracer, states, speculator)
+        runner = ModelRunner(model, *owned)
         rank = Rank(group, ops, model, cache, states, runner, pool)
         model.logits = lambda hidden: _kept(rank, model.head(hidden))
         return rank
@@ -363,6 +380,34 @@ def _owners(plan: StepPlan, asked: Sequence[tuple[int, Request]]) -> list[int]:
     owner = {request.slot: request.request_id for _, request in asked if request.slot}
     rows = zip(plan.rows.slot, plan.rows.phase, strict=True)
     return [owner[slot] for slot, phase in rows if phase != Phase.CHUNK]
+
+
+def _places(owners: Sequence[int], counts: Sequence[int]) -> dict[int, list[int]]:
+    """By request: which tokens of a step are its."""
+    places: dict[int, list[int]] = {}
+    each = [
+        owner
+        for owner, count in zip(owners, counts or repeat(1), strict=False)
+        for _ in range(count)
+    ]
+    for place, owner in enumerate(each):
+        places.setdefault(owner, []).append(place)
+    return places
+
+
+def _kept_rows(plan: StepPlan, counts: Sequence[int]) -> list[int]:
+    """Rows of logits that gave an answer; those behind wrong drafts did not."""
+    rows, first = [], 0
+    drafts = plan.rows.drafts or [0] * len(plan.rows)
+    sizes = [
+        1 + each
+        for each, phase in zip(drafts, plan.rows.phase, strict=True)
+        if phase != Phase.CHUNK
+    ]
+    for size, count in zip(sizes, counts or [1] * len(sizes), strict=True):
+        rows += range(first, first + count)
+        first += size
+    return rows
 
 
 def _kept(rank: Rank, logits: Tensor) -> Tensor:

@@ -30,14 +30,20 @@ def block_bytes(partition: ModelPartition, rank: int, dtype: torch.dtype) -> int
 
 
 def state_bytes(
-    partition: ModelPartition, rank: int, dtype: torch.dtype, state_dtype: torch.dtype
+    partition: ModelPartition,
+    rank: int,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    num_drafts: int = 0,
 ) -> int:
     """Bytes of one request's recurrent state on `rank`, all gated delta nets; 0 without any.
 
-    The inputs of the convolution are kept in the model's `dtype`.
+    The inputs of the convolution are kept in the model's `dtype`, and what a step with
+    `num_drafts` may take back beside them, of which the rest is fp32.
     """
     convolution, rule = partition.state_elements(rank)
-    each = convolution * dtype.itemsize + rule * state_dtype.itemsize
+    inputs, rest = partition.pending_elements(rank, num_drafts)
+    each = (convolution + inputs) * dtype.itemsize + rule * state_dtype.itemsize + 4 * rest
     return sum(partition.config.delta_layers) * each
 
 

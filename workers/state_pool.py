@@ -10,14 +10,16 @@ from torch import Tensor
 from unisono.models.config import ModelConfig
 from unisono.models.interface import Caches, StateCache
 from unisono.models.partition import ModelPartition
+from unisono.ops.delta import PendingTokens
 from unisono.workers.kv_cache import KVCache
 
 
 class StatePool:
     """States 1 .. num_states of every gated delta net, and state 0 for scratch.
 
-    `layers` has those of each net, in the order of the model: views of two tensors, which are
-    [layers, states, ...]. `generation` counts allocations, as that of a `KVCache`.
+    `layers` has those of each net, in the order of the model: views of a few tensors, which are
+    [layers, states, ...]; `num_drafts`: with room for the tokens of a step that has so many.
+    `generation` counts allocations, as that of a `KVCache`.
     """
 
     def __init__(
@@ -27,15 +29,18 @@ class StatePool:
         dtype: torch.dtype,
         state_dtype: torch.dtype,
         device: torch.device,
+        num_drafts: int = 0,
     ) -> None:
         config, values = partition.config.delta, partition.value_heads.size(rank)
         assert config is not None, "the model has no recurrent state"
         channels = 2 * partition.key_heads.size(rank) * config.key_head_dim
         channels += values * config.value_head_dim
-        self._kinds = (
+        pending = partition.pending_shapes(rank, num_drafts)
+        self._kinds: list[tuple[tuple[int, ...], torch.dtype]] = [
             ((config.conv_width - 1, channels), dtype),
             ((values, config.value_head_dim, config.key_head_dim), state_dtype),
-        )
+            *zip(pending, (dtype, *[torch.float32] * 3), strict=False),
+        ]
         self._num_layers = sum(partition.config.delta_layers)
         self._device = device
         self._tensors: list[Tensor] = []
@@ -51,7 +56,10 @@ class StatePool:
         for shape, dtype in self._kinds:
             size = (self._num_layers, num_states + 1, *shape)
             self._tensors.append(torch.empty(size, dtype=dtype, device=self._device))
-        self.layers = [StateCache(conv, state) for conv, state in zip(*self._tensors, strict=True)]
+        self.layers = [
+            StateCache(conv, state, PendingTokens(*pending) if pending else None)
+            for conv, state, *pending in zip(*self._tensors, strict=True)
+        ]
         self.generation += 1
         self.clear([0])
 

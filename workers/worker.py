@@ -90,9 +90,13 @@ class Worker:
             orders.config.model, orders.config.tp, drafts=self._num_drafts > 0
         )
         self._part = part = (self._partition, self._rank, self._dtype)
-        self._state_bytes = state_bytes(*part, state_dtype)
+        self._state_bytes = state_bytes(*part, state_dtype, self._num_drafts)
         self._cache = KVCache(*part, self._device)
-        self._states = StatePool(*part, state_dtype, self._device) if self._state_bytes else None
+        self._states = (
+            StatePool(*part, state_dtype, self._device, self._num_drafts)
+            if self._state_bytes
+            else None
+        )
         self._group: Group
         self._runner: ModelRunner
         self._tracer: Tracer | None = None

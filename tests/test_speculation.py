@@ -1,0 +1,191 @@
+"""Drafting changes how fast an answer comes, never the answer.
+
+Bits of logits are compared beside tokens, so that a state that is a little off shows at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.closeness import assert_same_bits
+from tests.copying import Copying, write_copying_mtp
+from tests.rig import Answer, LocalEngine
+from tests.tiny import DRAFTING, random_ids, write_checkpoint
+from unisono.runtime.protocol import SamplingParams
+
+LENGTHS = (*range(1, 13), 63, 64, 65, 66)
+VOCABULARY = 199
+
+
+class Scripted:
+    """A policy that says what it was told to, step by step."""
+
+    def __init__(self, script: Iterator[int]) -> None:
+        self._script = script
+
+    def choose(self, num_rows: int) -> int:
+        return next(self._script)
+
+    def note(self, num_rows: int, drafts: int, counts: Sequence[int], seconds: float) -> None:
+        pass
+
+
+def changing(most: int, seed: int = 0) -> Callable[[], Scripted]:
+    def script() -> Iterator[int]:
+        rng = random.Random(seed)
+        while True:
+            yield rng.randint(0, most)
+
+    return lambda: Scripted(script())
+
+
+def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    return [random_ids(length, VOCABULARY, seed=length) for length in lengths]
+
+
+def same(answers: Sequence[Answer], plain: Sequence[Answer]) -> None:
+    for number, (answer, wanted) in enumerate(zip(answers, plain, strict=True)):
+        assert answer.token_ids == wanted.token_ids, f"request {number}"
+        assert answer.reason == wanted.reason
+        logits = torch.stack(answer.logits), torch.stack(wanted.logits)
+        assert_same_bits(f"logits of request {number}", *logits)
+
+
+@pytest.fixture(scope="module")
+def erring(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Copying]:
+    """A model of which a third of the drafts is wrong."""
+    directory = tmp_path_factory.mktemp("erring")
+    wrong = random.Random(0).sample(range(3, VOCABULARY), VOCABULARY // 3)
+    return directory, write_copying_mtp("qwen3-next", directory, wrong=wrong)
+
+
+@pytest.mark.parametrize("name", DRAFTING)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_random_weights_whose_drafts_are_mostly_wrong(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    write_checkpoint(name, tmp_path, mtp=True)
+    asked = prompts((1, 2, 3, 12, 64, 66))
+    plain = LocalEngine(tmp_path, dtype=dtype).generate(asked, max_tokens=12)
+    engine = LocalEngine(tmp_path, dtype=dtype, num_drafts=3)
+    same(engine.generate(asked, max_tokens=12), plain)
+    assert sum(map(sum, engine.drafted)) > 2 * sum(map(sum, engine.accepted))
+
+
+@pytest.mark.parametrize("num_drafts", range(1, 9))
+def test_every_number_of_drafts_alone_and_in_company(
+    erring: tuple[Path, Copying], num_drafts: int
+) -> None:
+    """With ends of text, limits and prompts of every length; first alone, then 16 at a time."""
+    path, model = erring
+    asked, ends = prompts(), [model.answer(prompt[-1], 9)[-1] for prompt in prompts((3, 64))]
+    plain = LocalEngine(path).generate(asked, max_tokens=14, eos_token_ids=ends)
+    assert {answer.reason for answer in plain} == {"stop", "length"}
+    drafting = LocalEngine(path, num_drafts=num_drafts, max_step_tokens=100)
+    same(drafting.generate(asked, max_tokens=14, eos_token_ids=ends), plain)
+    accepted = [sum(each) for each in drafting.accepted]
+    drafted = [sum(each) for each in drafting.drafted]
+    assert 0 < sum(accepted) < sum(drafted)
+    for number in (0, 2, 11, 15):
+        [alone] = drafting.generate([asked[number]], max_tokens=14, eos_token_ids=ends)
+        same([alone], [plain[number]])
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_ranks_draft_alike(erring: tuple[Path, Copying], tp: int) -> None:
+    path, _ = erring
+    asked = prompts((1, 12, 64, 66))
+    plain = LocalEngine(path, tp=tp).generate(asked, max_tokens=12)
+    same(LocalEngine(path, tp=tp, num_drafts=3).generate(asked, max_tokens=12), plain)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_the_number_changes_from_step_to_step(
+    erring: tuple[Path, Copying], max_in_flight: int, state_dtype: str
+) -> None:
+    """Some steps without drafts, some with fewer than were made, planned ahead of results."""
+    path, _ = erring
+    asked = prompts((1, 2, 9, 63, 64, 65))
+    options: dict[str, Any] = {"state_dtype": state_dtype, "max_model_len": 120}
+    plain = LocalEngine(path, **options).generate(asked, max_tokens=40)
+    engine = LocalEngine(
+        path, num_drafts=5, policy_of=changing(5), max_in_flight=max_in_flight, **options
+    )
+    same(engine.generate(asked, max_tokens=40, arrivals=[0, 0, 2, 5, 5, 9]), plain)
+
+
+def test_pre_emption_prefix_hits_and_leavers(erring: tuple[Path, Copying]) -> None:
+    path, _ = erring
+    stem = random_ids(140, VOCABULARY, seed=1)
+    asked = [stem[:120], stem[:128], stem[:70] + random_ids(50, VOCABULARY, seed=2), stem]
+    options = {"max_model_len": 200, "tp": 2}
+    plain = LocalEngine(path, prefix_cache=False, **options).generate(asked, max_tokens=30)
+    crowded = LocalEngine(path, num_blocks=6, max_step_tokens=100, num_drafts=3, **options)
+    answers = crowded.generate(asked, max_tokens=30, arrivals=[0, 3, 5, 9])
+    assert crowded.num_preemptions > 0
+    assert any(crowded.num_cached_tokens)
+    same(answers, plain)
+    for leaver, step in itertools.product((0, 2), (4, 7)):
+        answers = crowded.generate(
+            asked, max_tokens=30, arrivals=[0, 3, 5, 9], aborts={leaver: step}
+        )
+        stayed = [number for number in range(4) if number != leaver]
+        same([answers[number] for number in stayed], [plain[number] for number in stayed])
+
+
+def test_what_is_sampled_does_not_depend_on_drafts(erring: tuple[Path, Copying]) -> None:
+    """Noise, filters, penalties, biases and late ids at every place of a chain."""
+    path, _ = erring
+    params = [
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=1.2, top_p=0.9, seed=2, repetition_penalty=1.3),
+        SamplingParams(frequency_penalty=1.0, presence_penalty=0.5),
+        SamplingParams(temperature=0.8, top_k=30, seed=3, min_tokens=20, logit_bias=((5, 1.0),)),
+        SamplingParams(temperature=0.7, min_p=0.05, seed=4, stop_token_ids=(50, 60, 70)),
+        SamplingParams(),
+    ]
+    asked = prompts((1, 5, 9, 12, 64, 66))
+    plain = LocalEngine(path, max_model_len=150).generate(asked, max_tokens=40, params=params)
+    engine = LocalEngine(path, max_model_len=150, num_drafts=4)
+    same(engine.generate(asked, max_tokens=40, params=params), plain)
+    assert sum(map(sum, engine.accepted)) > 0
+
+
+def test_log_probabilities_are_those_of_accepted_tokens(erring: tuple[Path, Copying]) -> None:
+    path, _ = erring
+    params = [
+        SamplingParams(logprobs=2, prompt_logprobs=1),
+        SamplingParams(),
+        SamplingParams(logprobs=0, temperature=0.9, seed=7),
+    ]
+    asked = prompts((7, 12, 66))
+    plain = LocalEngine(path).generate(asked, max_tokens=16, params=params)
+    drafting = LocalEngine(path, num_drafts=3).generate(asked, max_tokens=16, params=params)
+    same(drafting, plain)
+    for answer, wanted in zip(drafting, plain, strict=True):
+        assert answer.logprobs == wanted.logprobs
+        assert answer.prompt_logprobs == wanted.prompt_logprobs
+
+
+@pytest.mark.parametrize("name", DRAFTING)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_layer_that_is_always_right_is_always_accepted(
+    name: str, temperature: float, tmp_path: Path
+) -> None:
+    """Also of drawn tokens: drafts are drawn with the noise of their place."""
+    write_copying_mtp(name, tmp_path, silent=True)
+    params = [SamplingParams(temperature=temperature, seed=1)] * 3
+    engine = LocalEngine(tmp_path, num_drafts=3)
+    plain = LocalEngine(tmp_path).generate(prompts((1, 9, 65)), max_tokens=25, params=params)
+    same(engine.generate(prompts((1, 9, 65)), max_tokens=25, params=params), plain)
+    assert engine.accepted == engine.drafted
+    # The first token comes with the prompt, then 4 a step.
+    assert [each[0] for each in engine.drafted] == [6, 6, 6]
