@@ -372,9 +372,10 @@ def check_prompts(requests: Sequence[Request], worker: WorkerConfig) -> None:
 
 def numerics_of(ready: EngineReady, worker: WorkerConfig) -> str:
     """Name what an answer's bits may depend on: kind of device, dtype, rank count, attention,
-    numerics, version."""
+    numerics, recurrent states, version."""
     kind = ready.device.partition(":")[0]
+    states = f"states={worker.state_dtype} " if worker.model.is_hybrid else ""
     return (
         f"{kind} {ready.dtype} tp={worker.tp} attn={worker.attn} numerics={worker.numerics} "
-        f"unisono {unisono.__version__}"
+        f"{states}unisono {unisono.__version__}"
     )

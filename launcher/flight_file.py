@@ -1,7 +1,7 @@
 """Reads what the flight recorder wrote (runtime/flight.py), and plans a step of it anew.
 
-Each row's request is opened with all its tokens so far, and the KV before the row is computed as
-of a prompt: in attention-only models that gives the bits that the ranks had.
+Each row's request is opened with all its tokens so far, and what lies before the row is computed
+anew, as after a pre-emption: that gives the bits of KV and of recurrent states that the ranks had.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Flight:
     def slots_before(self, step: int) -> Slots:
         """The slots as `step` found them. Raises ConfigError if a result before it is missing."""
         slots = {
-            number: OpenSlot(slot.tokens[:], slot.sampling, slot.blocks[:])
+            number: OpenSlot(slot.tokens[:], slot.sampling, slot.blocks[:], slot.state)
             for number, slot in self.slots.items()
         }
         for each in self.steps:
@@ -114,7 +114,9 @@ def read_flight(path: Path) -> Flight:
         match message:
             case RecordedSlot():
                 [recipe] = unpack_sampling(message.sampling)
-                slots[message.slot] = OpenSlot(message.tokens, recipe, message.blocks)
+                slots[message.slot] = OpenSlot(
+                    message.tokens, recipe, message.blocks, message.state
+                )
             case StepPlan():
                 steps.append(Step(message))
             case StepResult():
@@ -150,20 +152,29 @@ def replay_plans(flight: Flight, step: int) -> list[StepPlan]:
     plan = flight.find(step).plan
     before, after = flight.slots_before(step), flight.slots_before(step)
     fold(after, plan, ())
+    is_hybrid = flight.header.worker.model.is_hybrid
+    opened = dict(zip(plan.open_slot, plan.open_restore or [0] * len(plan.open_slot), strict=True))
     starts = dict(zip(plan.rows.slot, plan.rows.start, strict=True))
-    slots = {
-        slot: _shared_part(after[slot], start) if slot in plan.open_slot else before[slot]
-        for slot, start in starts.items()
-    }
+    slots: Slots = {}
+    for slot, start in list(starts.items()):
+        if slot not in opened:
+            slots[slot] = before[slot]
+        elif opened[slot] and opened[slot] in (each.state for each in slots.values()):
+            del starts[slot]  # one that is opened beside it brings back all that they share
+        else:
+            slots[slot] = _shared_part(after[slot], start, opened[slot])
     setup = list(_setup_rows(starts))
-    first = StepPlan(step=1 - len(setup), rows=setup[0], **_open_arrays(slots))
+    first = StepPlan(step=1 - len(setup), rows=setup[0], **_open_arrays(slots, is_hybrid))
     rest = [StepPlan(step=i - len(setup), rows=rows) for i, rows in enumerate(setup[1:], start=2)]
     return [first, *rest, plan]
 
 
-def _shared_part(slot: OpenSlot, start: int) -> OpenSlot:
-    """Of a slot that the step itself opens: the blocks that it finds filled, up to `start`."""
-    return OpenSlot(slot.tokens, slot.sampling, slot.blocks[: start // BLOCK_SIZE])
+def _shared_part(slot: OpenSlot, start: int, snapshot: int) -> OpenSlot:
+    """Of a slot that the step itself opens: the blocks that it finds filled, up to `start`.
+
+    Its state takes the place of the snapshot that the step copies.
+    """
+    return OpenSlot(slot.tokens, slot.sampling, slot.blocks[: start // BLOCK_SIZE], snapshot)
 
 
 def _setup_rows(starts: Mapping[int, int]) -> Iterator[Rows]:
@@ -196,9 +207,10 @@ def _add_row(rows: Rows, slot: int, start: int, count: int) -> None:
     rows.phase.append(Phase.CHUNK)
 
 
-def _open_arrays(slots: Slots) -> dict[str, array[int]]:
+def _open_arrays(slots: Slots, is_hybrid: bool) -> dict[str, array[int]]:
     """What a plan says that opens `slots` with all their tokens, and every block to be filled."""
     tokens, block_slot, block_id = int32s(), int32s(), int32s()
+    states = int32s(slot.state for slot in slots.values() if is_hybrid)
     for number, slot in slots.items():
         tokens.extend(slot.tokens)
         block_slot.extend([number] * len(slot.blocks))
@@ -211,6 +223,8 @@ def _open_arrays(slots: Slots) -> dict[str, array[int]]:
         "num_shared": int32s([0] * len(slots)),
         "block_slot": block_slot,
         "block_id": block_id,
+        "open_state": states,
+        "open_restore": int32s([0] * len(states)),
     }
 
 

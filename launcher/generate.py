@@ -168,6 +168,9 @@ def ready_line(ready: EngineReady, ranks: int) -> str:
     if ready.activation_bytes:
         parts.append(f"activations {_gib(ready.activation_bytes)}")
     parts.append(f"KV {_gib(ready.num_blocks * ready.block_bytes)} ({_count(tokens, 'token')})")
+    if ready.num_states:
+        held = f"{ready.num_states:,}, for {_count(ready.max_requests, 'request')} at a time"
+        parts.append(f"states {_gib(ready.num_states * ready.state_bytes)} ({held})")
     each = " a rank" if ranks > 1 else ""
     return f"ready: {_count(ranks, 'rank')} on {ready.device}, {', '.join(parts)}{each}"
 

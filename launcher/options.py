@@ -39,6 +39,8 @@ LAUNCH_OPTIONS = (
     "max_requests",
     "kv_tokens",
     "memory_utilization",
+    "state_slots",
+    "state_dtype",
     "max_step_tokens",
     "no_prefix_cache",
     "no_graphs",
@@ -77,6 +79,7 @@ _LEAST = {
     "max_tokens": 1,
     "max_model_len": 2,
     "kv_tokens": 0,
+    "state_slots": 1,
     "start_timeout_s": 1,
     "stop_grace_s": 0,
     "temperature": 0,
@@ -106,7 +109,7 @@ _MOST = {
     "prompt_logprobs": 20,
 }
 _BIAS_LIMIT = 100
-_ZERO_IS_AUTO = ("max_model_len", "memory_utilization")
+_ZERO_IS_AUTO = ("max_model_len", "memory_utilization", "state_slots")
 _PAIRS = "tuple[tuple[int, float], ...]"
 _METAVARS = {
     "int": "N",
@@ -153,6 +156,8 @@ class OptionSpec:
 
     def parse(self, text: str) -> Any:
         """Turn the text of a command line into a legal value, or raise ConfigError."""
+        if self.zero_is_auto and text == "auto":
+            return self.default
         try:
             value = _CONVERTERS[self.kind](text)
         except ValueError:
@@ -167,7 +172,7 @@ class OptionSpec:
             return f"[{'|'.join(self.choices)}]"
         if self.name.endswith("_dir"):
             return "DIR"
-        return "SECONDS" if self._is_time else _METAVARS[self.kind]
+        return "SECONDS" if self._is_time else _METAVARS[self.kind] + "|auto" * self.zero_is_auto
 
     @property
     def _is_time(self) -> bool:

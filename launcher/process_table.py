@@ -154,6 +154,7 @@ def _worker_orders(config: LaunchConfig, wiring: Wiring, rank: int, threads: int
         endpoint=wiring.worker_endpoint,
         session=wiring.session,
         max_step_tokens=config.runtime.max_step_tokens,
+        has_prefix_cache=not config.runtime.no_prefix_cache,
         log_level=config.log_level,
         threads=threads,
         curve=None if wiring.curve is None else wiring.curve.public_only(),

@@ -91,11 +91,14 @@ def launch_config(flight: Flight, options: dict[str, Any]) -> LaunchConfig:
     """How the step is run: as it was, but for the options. Raises ConfigError."""
     from unisono.launcher.resolve import check_checkpoint, check_device, host_facts
 
+    recorded, num_states = flight.header.worker, flight.header.num_states
     worker: WorkerConfig = replace(
-        flight.header.worker,
-        tp=options.pop("tp", flight.header.worker.tp),
+        recorded,
+        tp=options.pop("tp", recorded.tp),
         kv_tokens=flight.header.num_blocks * BLOCK_SIZE,
         memory_utilization=0.0,
+        state_slots=num_states,
+        max_requests=min(recorded.max_requests, num_states or recorded.max_requests),
     )
     check_device(worker.device, host_facts(os.environ), worker.tp)
     path = Path(worker.model_path)

@@ -116,6 +116,7 @@ def resolve_config(
     worker = asked.runtime.worker
     tp = _resolve_tp(options, worker.tp, cluster)
     ModelPartition.of(model, tp)
+    _check_states(options, model)
     device = resolve_device(worker.device, host)
     check_device(device, host, tp if cluster is None else cluster.local_world_size)
     parse_overlay(worker.overlay, model)
@@ -237,6 +238,21 @@ def _check_flash(numerics: str, dtype: str, model: ModelConfig) -> None:
         raise ConfigError(
             "--attn torch-flash: --numerics exact refuses it, since a token has other bits decoded "
             f"than in a prompt; choose {others}, or --numerics fast"
+        )
+
+
+def _check_states(options: Mapping[str, Any], model: ModelConfig) -> None:
+    slots, requests = options.get("state_slots", 0), options.get("max_requests", 0)
+    for flag, value in (("--state-slots", slots), ("--state-dtype", options.get("state_dtype"))):
+        if value and not model.is_hybrid:
+            raise ConfigError(
+                f"{flag} {value}: is for models with a recurrent state, and {model.family} keeps a "
+                "KV cache alone; leave it out"
+            )
+    if slots and slots < requests:
+        raise ConfigError(
+            f"--state-slots {slots}: each of --max-requests {requests} needs a state; choose at "
+            "least as many, or 0 (automatic)"
         )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from unisono.models.config import ModelConfig
 from unisono.ops.comm import Group
 from unisono.ops.table import Ops
 
@@ -83,3 +84,25 @@ class StateCache:
 
 Caches = Sequence[LayerCache | StateCache]
 """By layer."""
+
+
+class Model(Protocol):
+    """One rank's part of a model, as workers see it."""
+
+    config: ModelConfig
+
+    def targets(self) -> dict[str, Tensor]:
+        """Checkpoint name -> the memory that its part of this rank is written to."""
+        ...
+
+    def pack(self) -> None:
+        """After loading, once: bring the weights into the form of the device."""
+        ...
+
+    def forward(self, batch: ForwardBatch, caches: Caches) -> Tensor:
+        """Run the step's tokens; return the hidden state after the final norm, [T, hidden]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> fp32 logits [R, this rank's vocabulary rows]."""
+        ...

@@ -26,7 +26,7 @@ from unisono.runtime.protocol import (
 from unisono.runtime.scheduler import Scheduler
 from unisono.runtime.worker_group import RankFault, WorkerGroup
 from unisono.workers.channel import Hub
-from unisono.workers.config import BLOCK_SIZE
+from unisono.workers.config import BLOCK_SIZE, WorkerConfig
 from unisono.workers.orders import die_with_parent, read_orders
 from unisono.workers.protocol import WORKER_REPORTS, Fault, Loaded, Progress
 
@@ -88,19 +88,25 @@ def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
     loaded = _bring_up(clients, workers)
     for rank, report in sorted(loaded.items()):
         log.info(
-            "rank %d: %.1f MiB of weights, %.1f MiB for a step, offers %d KV blocks of %.2f MiB",
+            "rank %d: %.1f MiB of weights, %.1f MiB for a step, offers %d KV blocks of %.2f MiB "
+            "and %d recurrent states of %.2f MiB",
             rank,
             report.weight_bytes / 2**20,
             report.activation_bytes / 2**20,
             report.num_blocks,
             report.block_bytes / 2**20,
+            report.num_states,
+            report.state_bytes / 2**20,
         )
     num_blocks = min(report.num_blocks for report in loaded.values())
-    workers.allocate(num_blocks)
+    num_states = min(report.num_states for report in loaded.values())
+    workers.allocate(num_blocks, num_states)
     worker = config.worker
+    max_requests = _requests_at_a_time(worker, num_states, loaded)
     scheduler = Scheduler(
         num_blocks=num_blocks,
-        max_requests=worker.max_requests,
+        num_states=num_states,
+        max_requests=max_requests,
         max_model_len=worker.max_model_len,
         max_step_tokens=config.max_step_tokens,
         eos_token_ids=worker.model.eos_token_ids,
@@ -117,10 +123,30 @@ def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
             weight_bytes=max(report.weight_bytes for report in loaded.values()),
             activation_bytes=max(report.activation_bytes for report in loaded.values()),
             block_bytes=max(report.block_bytes for report in loaded.values()),
+            num_states=num_states,
+            state_bytes=max(report.state_bytes for report in loaded.values()),
+            max_requests=max_requests,
         ),
     )
     gc.freeze()  # nothing made at start-up is looked at again by the collector
     Engine(clients, workers, scheduler, worker.max_model_len).run()
+
+
+def _requests_at_a_time(worker: WorkerConfig, num_states: int, loaded: dict[int, Loaded]) -> int:
+    """How many of --max-requests run; fewer, with a warning, where states are short."""
+    if not worker.model.is_hybrid or worker.max_requests <= num_states:
+        return worker.max_requests
+    size = max(report.state_bytes for report in loaded.values()) / 2**20
+    log.warning(
+        "%d of --max-requests %d run at a time, for each needs a recurrent state: %s",
+        num_states,
+        worker.max_requests,
+        "raise --state-slots"
+        if worker.state_slots
+        else f"no more of {size:.1f} MiB fit: raise --memory-utilization, lower --kv-tokens, or "
+        "choose --state-dtype bfloat16",
+    )
+    return num_states
 
 
 def _bring_up(clients: Hub, workers: WorkerGroup) -> dict[int, Loaded]:
@@ -157,7 +183,7 @@ def _write_flight(orders: RuntimeOrders, workers: WorkerGroup, failure: Failed) 
     """Write the last steps; return the file's path, or "" if there is none to be had."""
     path = orders.flight_file
     try:
-        if path and workers.recorder.write(Path(path), orders, workers.num_blocks, failure):
+        if path and workers.recorder.write(Path(path), orders, workers.allocated, failure):
             return path
     except OSError as error:
         log.warning("the last steps cannot be written to %s: %s", path, error)

@@ -29,6 +29,7 @@ from unisono.runtime.protocol import Failed
 from unisono.workers.channel import encode_message, to_json
 from unisono.workers.config import WorkerConfig
 from unisono.workers.protocol import (
+    Allocate,
     Phase,
     SlotSampling,
     StepPlan,
@@ -38,7 +39,7 @@ from unisono.workers.protocol import (
     unpack_sampling,
 )
 
-FORMAT, VERSION = "unisono flight", 1
+FORMAT, VERSION = "unisono flight", 2
 SUFFIX = ".flight"
 WINDOW = 512
 """Steps that can be replayed."""
@@ -62,18 +63,20 @@ class FlightHeader:
     session: str
     worker: WorkerConfig
     num_blocks: int
+    num_states: int
     failed: Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSlot:
-    """A slot at the start of the window: all its tokens so far, its recipe and its blocks."""
+    """A slot at the start of the window: all its tokens so far, its recipe, blocks and state."""
 
     slot: int
     tokens: array[int]
     sampling: array[int]
     """`pack_sampling` of its one recipe."""
     blocks: array[int]
+    state: int
 
 
 @dataclass(slots=True)
@@ -83,6 +86,8 @@ class OpenSlot:
     tokens: array[int]
     sampling: SlotSampling
     blocks: array[int] = field(default_factory=int32s)
+    state: int = 0
+    """Its recurrent state; 0: the model has none."""
 
 
 @dataclass(slots=True)
@@ -115,7 +120,7 @@ class FlightRecorder:
         """A rank has answered one of the last steps."""
         self._steps[result.step - self._steps[-1].plan.step - 1].results.append(result)
 
-    def write(self, path: Path, orders: RuntimeOrders, num_blocks: int, failed: Failed) -> bool:
+    def write(self, path: Path, orders: RuntimeOrders, allocated: Allocate, failed: Failed) -> bool:
         """Write the file, whole or not at all; False if there is no step. Raises OSError."""
         if not self._steps:
             return False
@@ -124,7 +129,8 @@ class FlightRecorder:
             torch=metadata.version("torch"),
             session=orders.session,
             worker=orders.config.worker,
-            num_blocks=num_blocks,
+            num_blocks=allocated.num_blocks,
+            num_states=allocated.num_states,
             failed=failed,
         )
         _write_whole(path, _encode(header, self._slots, self._steps))
@@ -137,9 +143,12 @@ def fold(slots: Slots, plan: StepPlan, tokens: Sequence[int]) -> None:
     """Let `slots` go through a step that gave `tokens`; without tokens only its changes apply."""
     if plan.open_slot:
         recipes = unpack_sampling(plan.open_sampling) or [SlotSampling()] * len(plan.open_slot)
+        states = plan.open_state or [0] * len(plan.open_slot)
+        opened = zip(plan.open_slot, plan.open_length, recipes, states, strict=True)
         start = 0
-        for slot, length, recipe in zip(plan.open_slot, plan.open_length, recipes, strict=True):
-            slots[slot] = OpenSlot(plan.open_tokens[start : start + length], recipe)
+        for slot, length, recipe, state in opened:
+            given = plan.open_tokens[start : start + length]
+            slots[slot] = OpenSlot(given, recipe, state=state)
             start += length
     for slot, block in zip(plan.block_slot, plan.block_id, strict=True):
         slots[slot].blocks.append(block)
@@ -159,6 +168,7 @@ def _encode(header: FlightHeader, slots: Slots, steps: Iterable[Step]) -> bytes:
             tokens=slot.tokens,
             sampling=pack_sampling([slot.sampling]),
             blocks=slot.blocks,
+            state=slot.state,
         )
         for number, slot in slots.items()
     ]

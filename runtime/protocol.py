@@ -169,6 +169,12 @@ class EngineReady:
     """What the largest step takes for a while; 0: not measured."""
     block_bytes: int = 0
     """Of one KV block, all layers."""
+    num_states: int = 0
+    """Recurrent states of requests and snapshots; 0: the model has none."""
+    state_bytes: int = 0
+    """Of one recurrent state, all layers."""
+    max_requests: int = 0
+    """Requests that run at the same time: fewer than were asked for where states are short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

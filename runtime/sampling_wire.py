@@ -29,10 +29,12 @@ def with_seed(params: SamplingParams) -> SamplingParams:
 def open_sampling(opened: Sequence[Request], eos_token_ids: Iterable[int]) -> array[int]:
     """Return `StepPlan.open_sampling` for the requests whose slots a step opens, in order.
 
-    `eos_token_ids` are the model's own ends of text.
+    `eos_token_ids` are the model's own ends of text. Where there are recurrent states, the ranks
+    must know where each prompt ends.
     """
     slots = [_slot_sampling(request, eos_token_ids) for request in opened]
-    if all(slot.is_plain and not slot.wants_more_than_tokens for slot in slots):
+    is_hybrid = any(request.state for request in opened)
+    if not is_hybrid and all(s.is_plain and not s.wants_more_than_tokens for s in slots):
         return int64s()
     return pack_sampling(slots)
 

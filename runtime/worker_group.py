@@ -58,7 +58,8 @@ class WorkerGroup:
         self.on_silence: Callable[[], None] = lambda: None
         """Called again and again while ranks are awaited that say nothing."""
         self._hellos: dict[int, Hello] = {}
-        self.num_blocks = 0
+        self.allocated = Allocate(num_blocks=0)
+        """What the ranks were last told to take."""
         self._last_sent = -1
         self._results: dict[int, dict[int, StepResult]] = {}
 
@@ -82,10 +83,10 @@ class WorkerGroup:
                     raise ProtocolError(f"{type(other).__name__} from a rank that is loading")
         yield loaded
 
-    def allocate(self, num_blocks: int) -> None:
-        """Have every rank take KV memory, and wait until it has."""
-        self.num_blocks = num_blocks
-        self._send(Allocate(num_blocks=num_blocks))
+    def allocate(self, num_blocks: int, num_states: int = 0) -> None:
+        """Have every rank take memory for KV and states, and wait until it has."""
+        self.allocated = Allocate(num_blocks=num_blocks, num_states=num_states)
+        self._send(self.allocated)
         ready: set[int] = set()
         while len(ready) < self._num_ranks:
             match self._next():

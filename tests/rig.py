@@ -20,9 +20,8 @@ from torch import Tensor
 
 from unisono.models.config import ModelConfig
 from unisono.models.config_reader import read_model_config
-from unisono.models.interface import Build, ForwardBatch
+from unisono.models.interface import Build, ForwardBatch, Model
 from unisono.models.ledger import fill_weights
-from unisono.models.llama import Llama
 from unisono.models.overlay import parse_overlay
 from unisono.models.partition import ModelPartition
 from unisono.models.random_weights import open_weights
@@ -45,6 +44,7 @@ from unisono.workers.model_runner import ModelRunner, StepOutput
 from unisono.workers.protocol import Phase, StepPlan
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
+from unisono.workers.state_pool import StatePool, caches_of
 from unisono.workers.step_buffers import StepBuffers
 from unisono.workers.tracer import Tracer
 
@@ -100,8 +100,9 @@ class Rank:
 
     group: Group
     ops: Ops
-    model: Llama
+    model: Model
     cache: KVCache
+    states: StatePool | None
     runner: ModelRunner
     pool: GraphPool
     logits: list[Tensor] = field(default_factory=list)
@@ -140,6 +141,8 @@ class LocalEngine:
         attn: str = "auto",
         ops_of: Callable[[int, Ops], Ops] = lambda rank, ops: ops,
         tracer_of: Callable[[int], Tracer | None] = lambda rank: None,
+        num_states: int | None = None,
+        state_dtype: str = "float32",
     ) -> None:
         self._attn, self.ops_of, self.tracer_of = attn, ops_of, tracer_of
         self.config = model if isinstance(model, ModelConfig) else read_model_config(model)
@@ -157,6 +160,10 @@ class LocalEngine:
             "prefix_cache": prefix_cache,
             "max_in_flight": max_in_flight,
         }
+        if self.config.is_hybrid:
+            states = 2 * max_requests if num_states is None else num_states
+            self._scheduling["num_states"] = states
+        self._state_dtype = torch_dtype(state_dtype)
         self.num_preemptions = 0
         self.num_cached_tokens: list[int] = []
         self.ranks = run_ranks(tp, self._build_rank)
@@ -256,6 +263,9 @@ class LocalEngine:
         def run(rank: Rank) -> Tensor:
             shape = self._shape(rank.group.rank)
             rank.cache.clear(range(1, blocks + 1))
+            delta = None
+            if self.config.is_hybrid:
+                delta = rank.ops.plan_delta([0], [len(ids)], [len(ids)], [0], device=self._device)
             batch = ForwardBatch(
                 torch.tensor(ids, device=self._device),
                 positions,
@@ -264,8 +274,10 @@ class LocalEngine:
                     window: rank.ops.plan_attention(shape, [0], [len(ids)], table, window)
                     for window in self._windows()
                 },
+                delta,
             )
-            return rank.model.head(rank.model.forward(batch, rank.cache.layers))
+            caches = caches_of(self.config, rank.cache, rank.states)
+            return rank.model.head(rank.model.forward(batch, caches))
 
         return torch.cat(self._everywhere(torch.inference_mode()(run)), dim=1)
 
@@ -299,29 +311,41 @@ class LocalEngine:
         ops = self.ops_of(group.rank, ops)
         tracer = self.tracer_of(group.rank)
         tap = None if tracer is None else tracer.tap
-        build = Build(ops, group, self._dtype, device, tap=tap)
-        model = model_class(self.config.family)(build, self.partition, self.max_model_len)
-        specs = list(self.partition.weights(group.rank))
-        with open_weights(self._path, self._load_format, self._overlay, self._dtype) as source:
-            fill_weights(specs, model.targets(), source, lambda done, total: None)
-        model.pack()
-        cache = KVCache(self.partition, group.rank, self._dtype, device)
+        model = self._load(Build(ops, group, self._dtype, device, tap=tap))
+        mine = (self.partition, group.rank, self._dtype)
+        cache = KVCache(*mine, device)
         cache.allocate(self._scheduling["num_blocks"])
+        states = None
+        if self.config.is_hybrid:
+            states = StatePool(*mine, self._state_dtype, device)
+            states.allocate(self._scheduling["num_states"])
         slots = SlotTable(self._scheduling["max_requests"], self.max_model_len, device)
-        builder = BatchBuilder(ops, slots, self._shape(group.rank), self._windows())
+        shape, windows, is_hybrid = self._shape(group.rank), self._windows(), states is not None
+        builder = BatchBuilder(ops, slots, shape, windows, is_hybrid=is_hybrid)
         sampler = Sampler(ops, group, self.partition, 0)
-        pool = GraphPool(device, group, (cache, slots), "" if self._graphs else "eager")
+        owners = (cache, states, slots) if states is not None else (cache, slots)
+        pool = GraphPool(device, group, owners, "" if self._graphs else "eager")
         decode = None
         if self._graphs:
             buffers = StepBuffers(
                 self._scheduling["max_requests"], self.config.hidden_size, self._dtype, device
             )
-            shape, windows = self._shape(group.rank), self._windows()
-            decode = DecodeSteps(model, cache, slots, sampler, pool, buffers, shape, windows)
-        runner = ModelRunner(model, cache, slots, builder, sampler, pool, decode, tracer)
-        rank = Rank(group, ops, model, cache, runner, pool)
+            decode = DecodeSteps(
+                *(model, cache, slots, sampler, pool, buffers, shape, windows),
+                *((states, ops.plan_delta) if is_hybrid else ()),
+            )
+        runner = ModelRunner(model, cache, slots, builder, sampler, pool, decode, tracer, states)
+        rank = Rank(group, ops, model, cache, states, runner, pool)
         model.logits = lambda hidden: _kept(rank, model.head(hidden))
         return rank
+
+    def _load(self, build: Build) -> Model:
+        model = model_class(self.config.family)(build, self.partition, self.max_model_len)
+        specs = list(self.partition.weights(build.group.rank))
+        with open_weights(self._path, self._load_format, self._overlay, self._dtype) as source:
+            fill_weights(specs, model.targets(), source, lambda done, total: None)
+        model.pack()
+        return model
 
     def _shape(self, rank: int) -> AttentionShape:
         return AttentionShape(

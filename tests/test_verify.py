@@ -57,9 +57,11 @@ def task(path: Path, settings: list[Setting], num_prompts: int = 4, max_tokens: 
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_sound_model_passes(checkpoint: Callable[[str], Path], dtype: str) -> None:
-    path = checkpoint("llama")
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("qwen3-next", "float32")]
+)
+def test_a_sound_model_passes(checkpoint: Callable[[str], Path], model: str, dtype: str) -> None:
+    path = checkpoint(model)
     whole = task(path, matrix((1, 2), (dtype,), EVERY, seeded=True, full=False))
     verdicts = run_task(whole, opener(path), Bar(None, ""))
     assert all(verdict.ok for verdict in verdicts), table_text(verdicts)
@@ -163,6 +165,18 @@ def no_sum(rank: int, ops: Ops) -> Mapping[str, Any]:
     return {"reduce_rows": reduce}
 
 
+def forgets(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """A chunk that does not start at 0 starts from an empty state."""
+
+    def plan(starts: Any, counts: Any, num_prompts: Any, *args: Any, **rest: Any) -> Any:
+        if counts[0] > 1:
+            num_prompts = [n - start for n, start in zip(num_prompts, starts, strict=True)]
+            starts = [0] * len(starts)
+        return ops.plan_delta(starts, counts, num_prompts, *args, **rest)
+
+    return {"plan_delta": plan}
+
+
 BATCH = replace(PLAIN, batch=4)
 CHUNK = replace(PLAIN, chunk=64)
 CACHE = replace(PLAIN, prefix_cache=True)
@@ -179,6 +193,9 @@ FAULTS = [
         "llama-bias-llama3", bias_first, PAIR, r"layers\.0\.attention\.out reduce_rows", True
     ),
     pytest.param("llama", no_sum, PAIR, r"embed reduce_rows", True),
+    pytest.param(
+        "qwen3-next", forgets, CHUNK, r"layers\.0\.delta_net short_conv, position 64", False
+    ),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from unisono.models.interface import ForwardBatch
 from unisono.ops.attention import AttentionShape
 from unisono.ops.table import Ops
 from unisono.workers.config import BLOCK_SIZE
-from unisono.workers.protocol import Phase, Rows
+from unisono.workers.protocol import Phase, StepPlan
 from unisono.workers.slot_table import SlotTable
 
 
@@ -30,19 +31,32 @@ class StepInputs:
 
 
 class BatchBuilder:
-    """Builds steps for one model: `shape` are its local heads, `windows` the ones it uses."""
+    """Builds steps for one model: `shape` are its local heads, `windows` the ones it uses.
+
+    `is_hybrid`: it has recurrent states.
+    """
 
     def __init__(
-        self, ops: Ops, slots: SlotTable, shape: AttentionShape, windows: Iterable[int]
+        self,
+        ops: Ops,
+        slots: SlotTable,
+        shape: AttentionShape,
+        windows: Iterable[int],
+        *,
+        is_hybrid: bool = False,
     ) -> None:
         self._ops = ops
         self._slots = slots
         self._shape = shape
         self._windows = tuple(sorted(set(windows)))
+        self._is_hybrid = is_hybrid
 
-    def build(self, rows: Rows) -> StepInputs:
-        """Expand `rows`; every position must have its block and its token in the slot table."""
-        device = self._slots.token_ids.device
+    def build(self, plan: StepPlan) -> StepInputs:
+        """Expand the rows of `plan`, whose changes the slot table has gone through.
+
+        Every position must have its block and its token there.
+        """
+        rows, device = plan.rows, self._slots.token_ids.device
         slot = torch.tensor(rows.slot, dtype=torch.int64)
         start = torch.tensor(rows.start, dtype=torch.int64)
         count = torch.tensor(rows.count, dtype=torch.int64)
@@ -53,7 +67,8 @@ class BatchBuilder:
         slot_of_token = slot[row_of_token].to(device)
         positions = positions.to(device)
         block = self._slots.block_table[slot_of_token, positions // BLOCK_SIZE]
-        tables = self._slots.block_table[slot.to(device)]
+        slot_of_row = slot.to(device)
+        tables = self._slots.block_table[slot_of_row]
         batch = ForwardBatch(
             token_ids=self._slots.token_ids[slot_of_token, positions],
             positions=positions,
@@ -64,6 +79,7 @@ class BatchBuilder:
                 )
                 for window in self._windows
             },
+            delta=self._plan_delta(plan, slot_of_row) if self._is_hybrid else None,
         )
         samples = torch.tensor([phase != Phase.CHUNK for phase in rows.phase], dtype=torch.bool)
         return StepInputs(
@@ -71,4 +87,17 @@ class BatchBuilder:
             (stop - 1)[samples].to(device),
             slot[samples].to(device),
             (start + count)[samples].to(device),
+        )
+
+    def _plan_delta(self, plan: StepPlan, slot_of_row: Tensor) -> Any:
+        rows = plan.rows
+        row_of = {slot: row for row, slot in enumerate(rows.slot)}
+        saves = zip(plan.save_slot, plan.save_length, plan.save_state, strict=True)
+        return self._ops.plan_delta(
+            rows.start,
+            rows.count,
+            [self._slots.sampling.of(slot).num_prompt_tokens for slot in rows.slot],
+            self._slots.states[slot_of_row],
+            [(row_of[slot], length, state) for slot, length, state in saves],
+            device=slot_of_row.device,
         )

@@ -13,12 +13,14 @@ LOAD_FORMATS = ("auto", "random")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTIONS = ("auto", "triton", "torch-flash", "reference")
 NUMERICS = ("exact", "fast")
+STATE_DTYPES = ("float32", "bfloat16")
 CHOICES = {
     "dtype": DTYPES,
     "device": DEVICES,
     "attn": ATTENTIONS,
     "numerics": NUMERICS,
     "load_format": LOAD_FORMATS,
+    "state_dtype": STATE_DTYPES,
 }
 """The legal values of fields of `WorkerConfig`."""
 HOST_SHARE, CARD_SHARE = 0.25, 0.9
@@ -65,6 +67,13 @@ class WorkerConfig:
     """Share of memory to use. On the CPU: for the KV caches of all ranks, of what is free once
     the weights are loaded; 0: 0.25. On a GPU: for weights, activations and KV cache, of the whole
     card; 0: 0.9."""
+    state_slots: int = 0
+    """Recurrent states, of hybrid models only: one for each request at a time, and what is left
+    over for snapshots, from which cached prefixes go on. 0: one and one for a snapshot for each of
+    --max-requests, within half of --memory-utilization; fewer requests run where fewer fit."""
+    state_dtype: str = "float32"
+    """What recurrent states are kept in between tokens, in hybrid models only. bfloat16 takes half
+    of the memory and rounds after every token, on every path alike."""
     no_graphs: bool = False
     """On a GPU: launch every kernel of a decode step by itself, instead of replaying a captured
     graph of them. The answers are the same; CUDA graphs are only faster."""

@@ -8,13 +8,13 @@ the slots: tokens and positions come out of the slot table, and go back into it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from unisono.models.interface import ForwardBatch
-from unisono.models.llama import Llama
+from unisono.models.interface import ForwardBatch, Model
 from unisono.ops.attention import AttentionShape
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.graph_pool import GraphPool
@@ -22,6 +22,7 @@ from unisono.workers.kv_cache import KVCache
 from unisono.workers.protocol import Phase, Rows
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
+from unisono.workers.state_pool import StatePool, caches_of
 from unisono.workers.step_buffers import Result, StepBuffers
 
 
@@ -30,7 +31,7 @@ class DecodeSteps:
 
     def __init__(
         self,
-        model: Llama,
+        model: Model,
         cache: KVCache,
         slots: SlotTable,
         sampler: Sampler,
@@ -38,6 +39,8 @@ class DecodeSteps:
         buffers: StepBuffers,
         shape: AttentionShape,
         windows: Iterable[int],
+        states: StatePool | None = None,
+        plan_delta: Callable[..., Any] | None = None,
     ) -> None:
         # Triton is loaded where there is a GPU only.
         from unisono.ops.kernels import attention, decode
@@ -46,6 +49,10 @@ class DecodeSteps:
         self._model, self._cache, self._slots = model, cache, slots
         self._sampler, self._graphs, self._buffers = sampler, graphs, buffers
         self._shape, self._windows = shape, tuple(sorted(set(windows)))
+        self._states, self._plan_delta = states, plan_delta
+        self._eager = "" if model.config.experts is None else "experts"
+        if states is not None:
+            self._eager = "recurrent state"
 
     def serves(self, rows: Rows) -> bool:
         """Whether every row decodes, and there are not too many."""
@@ -57,7 +64,12 @@ class DecodeSteps:
         # A power of two, so that a request that grows does not want a graph of its own again.
         num_splits = 1 << (max(rows.start) // self._attention.SPLIT).bit_length()
         self._buffers.give_slots(rows.slot, height)
-        self._graphs.run("forward", (height, num_splits), lambda: self._forward(height, num_splits))
+        self._graphs.run(
+            "forward",
+            (height, num_splits),
+            lambda: self._forward(height, num_splits),
+            self._eager,
+        )
         return self._buffers.hidden[: len(rows)]
 
     def tail(self, rows: Rows) -> Result:
@@ -89,8 +101,16 @@ class DecodeSteps:
                 slot_mapping,
                 records,
             )
-        batch = ForwardBatch(token_ids, positions, slot_mapping, plans)
-        buffers.hidden[:height].copy_(self._model.forward(batch, self._cache.layers))
+        delta = None if self._states is None else self._delta(height)
+        batch = ForwardBatch(token_ids, positions, slot_mapping, plans, delta)
+        caches = caches_of(self._model.config, self._cache, self._states)
+        buffers.hidden[:height].copy_(self._model.forward(batch, caches))
+
+    def _delta(self, height: int) -> Any:
+        """The recurrent rows: each one token behind its prompt, wherever that is."""
+        assert self._plan_delta is not None, "states come with their plan"
+        ones, states = [1] * height, self._slots.states[self._buffers.slots[:height]]
+        return self._plan_delta(ones, ones, [0] * height, states, device=states.device)
 
     def _tail(self, height: int) -> Tensor:
         logits = self._model.logits(self._buffers.hidden[:height])

@@ -12,7 +12,7 @@ from unisono.workers.config import BLOCK_SIZE
 
 
 class KVCache:
-    """Blocks 1 .. num_blocks of every layer, and block 0 for scratch.
+    """Blocks 1 .. num_blocks of every attention layer, and block 0 for scratch.
 
     `generation` counts allocations: whatever remembers addresses compares it first.
     """
@@ -22,7 +22,7 @@ class KVCache:
     ) -> None:
         config = partition.config
         self._tail = (partition.kv_heads.size(rank), BLOCK_SIZE, config.head_dim)
-        self._num_layers = config.num_layers
+        self._num_layers = config.num_kv_layers
         self._dtype, self._device = dtype, device
         self.generation = 0
         self.layers: list[LayerCache] = []

@@ -1,4 +1,4 @@
-"""How much KV memory a rank can offer: measured after loading, sent as a result."""
+"""How much memory a rank can offer for KV and states: measured after loading, sent as a result."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from unisono.models.partition import ModelPartition
 from unisono.workers.config import BLOCK_SIZE, CARD_SHARE, HOST_SHARE, WorkerConfig
+
+LEAST_SNAPSHOTS = 8
+"""Of recurrent states, where there is a prefix cache and memory for them."""
 
 
 class OutOfMemory(RuntimeError):
@@ -40,7 +43,7 @@ def state_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Bytes that the KV cache of one rank may take."""
+    """Bytes that the KV cache of one rank, and its recurrent states, may take."""
 
     share: int
     """Within --memory-utilization; negative by what other things take beyond it."""
@@ -51,6 +54,15 @@ class Budget:
     utilization: float
     what: str
     """Whose share it is, for a message."""
+
+    def without(self, taken: int) -> Budget:
+        """What is left beside `taken` bytes of recurrent states."""
+        return replace(
+            self,
+            share=self.share - taken,
+            most=self.most - taken,
+            what=f"{self.what.rstrip(',')}, less {gib(taken)} of recurrent states,",
+        )
 
 
 def host_budget(free: int, ranks: int, utilization: float) -> Budget:
@@ -86,6 +98,22 @@ def card_budget(
     )
 
 
+def offer(
+    config: WorkerConfig, snapshots: bool, bytes_of_block: int, bytes_of_state: int, budget: Budget
+) -> tuple[int, int]:
+    """KV blocks beside block 0 and recurrent states beside state 0 that this rank can offer.
+
+    `snapshots`: some states are to be kept for cached prefixes. Raises OutOfMemory like
+    `offer_blocks` and `offer_states`.
+    """
+    states = 0
+    if bytes_of_state:
+        states = offer_states(config, snapshots, bytes_of_block, bytes_of_state, budget)
+        budget = budget.without((states + 1) * bytes_of_state)
+        config = replace(config, max_requests=min(config.max_requests, states))
+    return offer_blocks(config, bytes_of_block, budget), states
+
+
 def offer_blocks(config: WorkerConfig, bytes_of_block: int, budget: Budget) -> int:
     """Blocks this rank can offer beside block 0.
 
@@ -93,18 +121,45 @@ def offer_blocks(config: WorkerConfig, bytes_of_block: int, budget: Budget) -> i
     """
     if config.kv_tokens:
         wanted = -(-config.kv_tokens // BLOCK_SIZE)
-        fits = budget.most // bytes_of_block
+        fits = max(budget.most // bytes_of_block, 0)
         if wanted > fits:
             raise OutOfMemory(
                 f"--kv-tokens {config.kv_tokens} takes {gib(wanted * bytes_of_block)} of memory "
-                f"on this rank and {gib(budget.most)} can be had ({budget.what}): lower it to "
-                f"{fits * BLOCK_SIZE}, or free {gib(wanted * bytes_of_block - budget.most)}"
+                f"on this rank and {gib(max(budget.most, 0))} can be had "
+                f"({budget.what.rstrip(',')}): lower it to {fits * BLOCK_SIZE}, or free "
+                f"{gib(wanted * bytes_of_block - budget.most)}"
             )
         return wanted
     if budget.share < bytes_of_block:
         raise OutOfMemory(_no_block(bytes_of_block, budget))
     blocks = config.max_requests * -(-config.max_model_len // BLOCK_SIZE)
     return min(blocks, budget.share // bytes_of_block)
+
+
+def offer_states(
+    config: WorkerConfig, snapshots: bool, bytes_of_block: int, bytes_of_state: int, budget: Budget
+) -> int:
+    """Recurrent states this rank can offer beside state 0; at least one, whether it fits or not.
+
+    Unless asked for: one for each request and, with `snapshots`, as many of these, at most half of
+    the budget. Raises OutOfMemory where an explicit number does not fit beside the KV cache.
+    """
+    kv = bytes_of_block * max(-(-config.kv_tokens // BLOCK_SIZE), 1)
+    if not config.state_slots:
+        room = min(budget.share // 2, budget.share - bytes_of_block, budget.most - kv)
+        most = config.max_requests + snapshots * max(config.max_requests, LEAST_SNAPSHOTS)
+        return max(min(most, room // bytes_of_state - 1), 1)
+    fits = (budget.most - kv) // bytes_of_state - 1
+    if config.state_slots > fits:
+        wanted = (config.state_slots + 1) * bytes_of_state
+        lower = f"lower it to {fits}, or " if fits > 0 else ""
+        raise OutOfMemory(
+            f"--state-slots {config.state_slots} and the scratch state take {gib(wanted)} of "
+            f"memory on this rank, and beside a KV cache of {gib(kv)} "
+            f"{gib(max(budget.most - kv, 0))} can be had ({budget.what.rstrip(',')}): {lower}"
+            f"free {gib(wanted - budget.most + kv)}"
+        )
+    return config.state_slots
 
 
 def _no_block(bytes_of_block: int, budget: Budget) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.models.llama import Llama
+from unisono.models.interface import Model
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
 from unisono.workers.codec import ProtocolError
 from unisono.workers.decode_steps import DecodeSteps
@@ -20,6 +20,7 @@ from unisono.workers.protocol import Phase, Rows, SlotSampling, StepPlan, int32s
 from unisono.workers.sampler import Sampler
 from unisono.workers.sampling_state import SamplingRows
 from unisono.workers.slot_table import SlotTable
+from unisono.workers.state_pool import StatePool, caches_of
 from unisono.workers.step_buffers import Result
 from unisono.workers.tracer import Tracer
 
@@ -64,7 +65,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Llama,
+        model: Model,
         cache: KVCache,
         slots: SlotTable,
         builder: BatchBuilder,
@@ -72,6 +73,7 @@ class ModelRunner:
         graphs: GraphPool,
         decode: DecodeSteps | None = None,
         tracer: Tracer | None = None,
+        states: StatePool | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -81,14 +83,16 @@ class ModelRunner:
         self._graphs = graphs
         self._tracer = tracer
         self._decode = decode
+        self._states = states
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepOutput | LateOutput:
         """Run `plan`; return a token for each of its sampling rows, in row order.
 
-        Raises ProtocolError for a plan that asks for drafts or recurrent states.
+        Raises ProtocolError for a plan that asks for drafts, or for recurrent states where the
+        model has none.
         """
-        _refuse_what_no_model_has(plan)
+        self._refuse_what_is_not_there(plan)
         self._apply_changes(plan)
         if self._tracer is not None:
             self._tracer.begin(plan.rows, self._slots)
@@ -98,6 +102,13 @@ class ModelRunner:
         if self._decode is not None and self._decode.serves(plan.rows):
             return self._run_decode(self._decode, plan.rows)
         return self._run(plan)
+
+    def _refuse_what_is_not_there(self, plan: StepPlan) -> None:
+        step = f"step {plan.step}"
+        if any(plan.rows.drafts):
+            raise ProtocolError(f"{step} asks for drafts, and no model here has a drafter")
+        if self._states is None and (plan.open_state or plan.save_state):
+            raise ProtocolError(f"{step} names recurrent states, and the model has none")
 
     def _run_decode(self, decode: DecodeSteps, rows: Rows) -> StepOutput | LateOutput:
         hidden = decode.forward(rows)
@@ -109,7 +120,7 @@ class ModelRunner:
         return self._sample(hidden, rows.slot, slots, positions, int32s())
 
     def _run(self, plan: StepPlan) -> StepOutput:
-        inputs = self._builder.build(plan.rows)
+        inputs = self._builder.build(plan)
         key = (len(inputs.batch.token_ids), len(plan.rows))
         hidden = self._graphs.run("forward", key, lambda: self._forward(inputs), "prompt tokens")
         records = prompt_logprobs(plan.rows, self._slots, hidden, self._model.logits, self._sampler)
@@ -148,13 +159,20 @@ class ModelRunner:
             prompt = torch.tensor(plan.open_tokens[start : start + length], dtype=torch.int64)
             self._slots.open(slot, prompt, recipe)
             start += length
+        if self._states is not None:
+            opened = zip(plan.open_slot, plan.open_state, plan.open_restore, strict=True)
+            for slot, state, snapshot in opened:
+                self._slots.states[slot] = state
+                if snapshot:
+                    self._states.copy(snapshot, state)
         if len(plan.block_id):
             if fresh := _fresh_blocks(plan):
                 self._cache.clear(fresh)
             self._slots.add_blocks(plan.block_slot, plan.block_id)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        return self._model.forward(inputs.batch, self._cache.layers)
+        caches = caches_of(self._model.config, self._cache, self._states)
+        return self._model.forward(inputs.batch, caches)
 
     def _tail(
         self, hidden: Tensor, slots: Tensor, positions: Tensor, sampling: SamplingRows | None
@@ -163,13 +181,6 @@ class ModelRunner:
         token_ids = self._sampler.sample(logits, sampling)
         self._slots.append(slots, positions, token_ids)
         return logits, token_ids
-
-
-def _refuse_what_no_model_has(plan: StepPlan) -> None:
-    if any(plan.rows.drafts):
-        raise ProtocolError(f"step {plan.step} asks for drafts, and no model here has a drafter")
-    if plan.open_state or plan.save_state:
-        raise ProtocolError(f"step {plan.step} names recurrent states, and no model here has one")
 
 
 def _fresh_blocks(plan: StepPlan) -> list[int]:

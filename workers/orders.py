@@ -46,6 +46,8 @@ class WorkerOrders:
     session: str
     max_step_tokens: int = 0
     """Most tokens of a step, or one KV block if that is more: what memory must be kept for."""
+    has_prefix_cache: bool = True
+    """Whether there are snapshots of recurrent states."""
     log_level: str = "warning"
     threads: int = 0
     """CPU threads of this rank; 0: cores divided by ranks of this host."""

@@ -13,6 +13,7 @@ from unisono.workers.kv_cache import KVCache
 from unisono.workers.memory import Budget, card_budget
 from unisono.workers.model_runner import ModelRunner
 from unisono.workers.protocol import Phase, Rows, SlotSampling, StepPlan, int32s, pack_sampling
+from unisono.workers.state_pool import StatePool
 
 GRAPH_BYTES = 1 << 30
 """Kept free for CUDA graphs, which are captured when they are first wanted: their pool holds the
@@ -23,15 +24,22 @@ _TOP = 20
 
 
 def measure_budget(
-    config: WorkerConfig, max_step_tokens: int, runner: ModelRunner, cache: KVCache, free: int
+    config: WorkerConfig,
+    max_step_tokens: int,
+    runner: ModelRunner,
+    cache: KVCache,
+    states: StatePool | None,
+    free: int,
 ) -> tuple[int, Budget]:
     """Measure on the current GPU; return the bytes of activations, and what the KV cache may take.
 
     `free`: bytes of the card that were free before this rank took any. What it has taken since
     is weights, kernels and, because the largest step meets the other ranks too, NCCL's buffers.
-    `cache` is left with no block but scratch.
+    `cache` and `states` are left with nothing but scratch.
     """
     cache.allocate(0)
+    if states is not None:
+        states.allocate(0)
     activations = passing_bytes(lambda: rehearse(runner, config, max_step_tokens, cache))
     left, total = torch.cuda.mem_get_info()
     return activations, card_budget(
@@ -63,12 +71,14 @@ def passing_bytes(run: Callable[[], None]) -> int:
 def rehearse(
     runner: ModelRunner, config: WorkerConfig, max_step_tokens: int, cache: KVCache
 ) -> None:
-    """Run the largest step on scratch: only slot 0 and block 0 are written."""
+    """Run the largest step on scratch: only slot 0, block 0 and state 0 are written."""
     for layer in cache.layers:
         # Memory never written may hold NaN, which the sampler refuses.
         layer.k[0].zero_()
         layer.v[0].zero_()
-    longest = config.max_model_len
+    longest, is_hybrid = config.max_model_len, config.model.is_hybrid
+    # A recurrence takes most where all that it can be is prompt.
+    num_prompt = longest - 1 if is_hybrid else min(longest, BLOCK_SIZE + 1)
     # Everything that a request may ask for at once.
     sampling = SlotSampling(
         temperature=1.0,
@@ -78,25 +88,33 @@ def rehearse(
         bias=((0, 1.0),),
         logprobs=_TOP,
         prompt_logprobs=_TOP,
-        num_prompt_tokens=min(longest, BLOCK_SIZE + 1),
+        num_prompt_tokens=num_prompt,
     )
     # What the weights make of scratch may still be NaN; the memory was taken all the same.
     with suppress(FloatingPointError):
-        rows = largest_step(config.max_requests, longest, max_step_tokens)
-        runner.step(_on_scratch(rows, pack_sampling([sampling])))
+        grid = BLOCK_SIZE if is_hybrid else 1
+        rows = largest_step(config.max_requests, longest, max_step_tokens, grid)
+        runner.step(_on_scratch(rows, pack_sampling([sampling]), is_hybrid))
     # Slot 0 is opened anew by a step that samples nothing, and so leaves it as it was found.
     last = Rows(slot=int32s([0]), start=int32s([0]), count=int32s([1]), phase=int32s([Phase.CHUNK]))
-    runner.step(_on_scratch(last, pack_sampling([SlotSampling()])))
+    runner.step(_on_scratch(last, pack_sampling([SlotSampling()]), is_hybrid))
 
 
-def largest_step(max_requests: int, max_model_len: int, max_step_tokens: int) -> Rows:
-    """As many sampling rows and, with these, as many tokens as a step can have, all of slot 0."""
+def largest_step(
+    max_requests: int, max_model_len: int, max_step_tokens: int, grid: int = 1
+) -> Rows:
+    """As many sampling rows and, with these, as many tokens as a step can have, all of slot 0.
+
+    Prompts that are cut, are cut at multiples of `grid`, which spares fewer tokens than it has.
+    """
     most = max(max_step_tokens, BLOCK_SIZE)  # as the scheduler does
     num_rows = min(max_requests, most)
     spare = most - num_rows
     start, count = [], []
     for _ in range(num_rows):
         more = min(spare, max_model_len - 1)
+        if more < max_model_len - 1:
+            more = max((1 + more) // grid * grid - 1, 0)
         spare -= more
         count.append(1 + more)
         # Of a decoding row attention keeps parts of every stretch of keys; of prompts it does not.
@@ -110,7 +128,7 @@ def largest_step(max_requests: int, max_model_len: int, max_step_tokens: int) ->
     )
 
 
-def _on_scratch(rows: Rows, sampling: array[int]) -> StepPlan:
+def _on_scratch(rows: Rows, sampling: array[int], is_hybrid: bool) -> StepPlan:
     return StepPlan(
         step=0,
         rows=rows,
@@ -119,4 +137,6 @@ def _on_scratch(rows: Rows, sampling: array[int]) -> StepPlan:
         open_tokens=int32s([0]),
         open_sampling=sampling,
         num_shared=int32s([0]),
+        open_state=int32s([0] * is_hybrid),
+        open_restore=int32s([0] * is_hybrid),
     )

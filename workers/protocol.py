@@ -176,7 +176,7 @@ class StepPlan:
     `open_sampling` holds `pack_sampling` of the opened slots; empty, they are all plain.
 
     Recurrent states, empty where the model has none: slot `open_slot[i]` gets state
-    `open_state[i]`, a copy of snapshot `open_restore[i]`, or cleared where that is 0. The state of
+    `open_state[i]`, a copy of snapshot `open_restore[i]`, or empty where that is 0. The state of
     slot `save_slot[i]` after its first `save_length[i]` tokens, which a row of this step computes,
     is copied to snapshot `save_state[i]`; the length is a multiple of the block size.
 
@@ -202,9 +202,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocate:
-    """Take KV memory for `num_blocks` blocks beside block 0, the least that any rank offered."""
+    """Take memory for `num_blocks` KV blocks beside block 0 and `num_states` states beside state 0.
+
+    Both are the least that any rank offered.
+    """
 
     num_blocks: int
+    num_states: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,11 +252,14 @@ class Loaded:
     """What the largest step takes for a while; 0 on the CPU, where it is not measured."""
     block_bytes: int
     """Of one KV block, all layers."""
+    num_states: int = 0
+    state_bytes: int = 0
+    """Of one recurrent state, all layers; 0: the model has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """KV memory is taken; steps may come."""
+    """The memory is taken; steps may come."""
 
     rank: int
 

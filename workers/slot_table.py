@@ -18,7 +18,8 @@ class SlotTable:
     token_ids [slots, max_model_len + 1] int64: prompt, then answer, written where it is sampled,
     so a decode step needs no token from the host. block_table [slots, blocks] int64.
     lengths [slots] int64: tokens that a slot holds, so that a decode step needs no position from
-    the host either. `sampling` says how the tokens of each slot are chosen.
+    the host either. states [slots] int64: the recurrent state of each, 0 where the model has none.
+    `sampling` says how the tokens of each slot are chosen.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, device: torch.device) -> None:
@@ -28,6 +29,7 @@ class SlotTable:
         )
         self.block_table = torch.zeros((num_slots + 1, blocks), dtype=torch.int64, device=device)
         self.lengths = torch.ones(num_slots + 1, dtype=torch.int64, device=device)
+        self.states = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.sampling = SamplingState(num_slots, device)
         self.generation = 1
         self._num_blocks = [0] * (num_slots + 1)

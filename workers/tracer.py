@@ -22,13 +22,23 @@ import torch
 from torch import Tensor
 
 from unisono.ops.checksum import row_checksums
-from unisono.ops.linear import Linear
 from unisono.ops.table import Ops
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.protocol import Phase, Rows
 from unisono.workers.slot_table import SlotTable
 
-WATCHED = ("rms_norm", "add_rms_norm", "silu_and_mul", "embed_shard", "reduce_rows")
+WATCHED = (
+    "rms_norm",
+    "add_rms_norm",
+    "gated_rms_norm",
+    "silu_and_mul",
+    "sigmoid_and_mul",
+    "embed_shard",
+    "reduce_rows",
+    "short_conv",
+    "delta_rule",
+    "route_experts",
+)
 """Ops whose outputs, one or several, have a row for each token of the step."""
 REPLICATED = ("rms_norm", "add_rms_norm", "reduce_rows")
 """Those among them whose outputs are the same on every rank."""
@@ -65,8 +75,9 @@ class Tracer:
         return replace(
             ops,
             **watched,
-            pack_linear=self._watch_pack(ops.pack_linear, scope),
-            pack_head=self._watch_pack(ops.pack_head, scope),
+            pack_linear=self._watch_pack(ops.pack_linear, f"{scope} linear"),
+            pack_head=self._watch_pack(ops.pack_head, f"{scope} linear"),
+            pack_experts=self._watch_pack(ops.pack_experts, f"{scope} experts"),
             rope_and_write_kv=self._watch(
                 ops.rope_and_write_kv, f"{scope} rope_and_write_kv", replicated=False
             ),
@@ -111,9 +122,11 @@ class Tracer:
 
         return watched
 
-    def _watch_pack(self, pack: Callable[..., Linear], scope: str) -> Callable[..., Linear]:
-        def watched(*args: Any) -> Linear:
-            return self._watch(pack(*args), f"{scope} linear", replicated=False)
+    def _watch_pack(
+        self, pack: Callable[..., Callable[..., Any]], name: str
+    ) -> Callable[..., Callable[..., Any]]:
+        def watched(*args: Any) -> Callable[..., Any]:
+            return self._watch(pack(*args), name, replicated=False)
 
         return watched
 

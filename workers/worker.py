@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from unisono.models.interface import Build
+from unisono.models.interface import Build, Model
 from unisono.models.ledger import fill_weights
-from unisono.models.llama import Llama
 from unisono.models.overlay import parse_overlay
 from unisono.models.partition import ModelPartition
 from unisono.models.random_weights import open_weights
@@ -36,7 +35,8 @@ from unisono.workers.memory import (
     block_bytes,
     free_bytes,
     host_budget,
-    offer_blocks,
+    offer,
+    state_bytes,
 )
 from unisono.workers.model_runner import LateOutput, ModelRunner, StepOutput
 from unisono.workers.orders import WorkerOrders
@@ -45,6 +45,7 @@ from unisono.workers.protocol import Allocate, Loaded, Ready, Shutdown, StepPlan
 from unisono.workers.reporter import Reporter
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
+from unisono.workers.state_pool import StatePool
 from unisono.workers.step_buffers import StepBuffers
 from unisono.workers.tracer import Tracer
 from unisono.workers.weight_memory import check_weights, weight_bytes
@@ -68,14 +69,18 @@ class Worker:
 
     def __init__(self, orders: WorkerOrders, peer: Peer, report: Reporter) -> None:
         self._config: WorkerConfig = orders.config
-        self._max_step_tokens = orders.max_step_tokens
+        self._orders = orders
         self._rank = orders.rank
         self._peer = peer
         self._report = report
         self._device = devices.rank_device(orders.config.device, os.environ)
         self._dtype = devices.torch_dtype(orders.config.dtype)
+        state_dtype = devices.torch_dtype(orders.config.state_dtype)
         self._partition = ModelPartition.of(orders.config.model, orders.config.tp)
-        self._cache = KVCache(self._partition, self._rank, self._dtype, self._device)
+        self._part = part = (self._partition, self._rank, self._dtype)
+        self._state_bytes = state_bytes(*part, state_dtype)
+        self._cache = KVCache(*part, self._device)
+        self._states = StatePool(*part, state_dtype, self._device) if self._state_bytes else None
         self._group: Group
         self._runner: ModelRunner
         self._tracer: Tracer | None = None
@@ -89,7 +94,7 @@ class Worker:
         self._report.enter("join the group")
         self._group = devices.join_group(self._rank, self._config.tp, self._device, store)
         self._report.enter("check memory")
-        check_weights(self._partition, self._rank, self._dtype, self._device.type, free)
+        check_weights(*self._part, self._device.type, free)
         self._report.enter("prove exactness")
         ops = dispatch.resolve(self._device, self._config.model.head_dim, self._config.attn)
         ops = with_references(ops, self._config.reference_ops)
@@ -103,25 +108,27 @@ class Worker:
         self._runner = self._build_runner(ops, model)
         activations = 0
         if self._device.type == "cuda":
+            memory = (self._cache, self._states)
             activations, budget = measure_budget(
-                self._config, self._max_step_tokens, self._runner, self._cache, free
+                self._config, self._orders.max_step_tokens, self._runner, *memory, free
             )
         else:
             utilization = self._config.memory_utilization
             budget = host_budget(available_bytes(), ranks_here, utilization)
-        bytes_of_block = block_bytes(self._partition, self._rank, self._dtype)
-        offered = offer_blocks(self._config, bytes_of_block, budget)
+        sizes = (block_bytes(*self._part), self._state_bytes)
+        snapshots = self._orders.has_prefix_cache
+        num_blocks, num_states = offer(self._config, snapshots, *sizes, budget)
         self._peer.send(
             Loaded(
                 rank=self._rank,
-                num_blocks=offered,
+                num_blocks=num_blocks,
                 device=str(self._device),
                 dtype=self._config.dtype,
-                weight_bytes=weight_bytes(
-                    self._partition, self._rank, self._dtype, self._device.type
-                ),
+                weight_bytes=weight_bytes(*self._part, self._device.type),
                 activation_bytes=activations,
-                block_bytes=bytes_of_block,
+                block_bytes=sizes[0],
+                num_states=num_states,
+                state_bytes=sizes[1],
             )
         )
 
@@ -136,9 +143,11 @@ class Worker:
                     began = time.perf_counter()
                     output = self._runner.step(plan)
                     self._running.append(_Running(plan.step, began, output, self._group.digest))
-                case Allocate(num_blocks=num_blocks):
+                case Allocate(num_blocks=num_blocks, num_states=num_states):
                     self._report.enter("take memory")
                     self._cache.allocate(num_blocks)
+                    if self._states is not None:
+                        self._states.allocate(num_states)
                     self._peer.send(Ready(rank=self._rank))
                     self._report.note("step")
                 case Shutdown():
@@ -174,10 +183,10 @@ class Worker:
             )
         )
 
-    def _load(self, build: Build) -> Llama:
+    def _load(self, build: Build) -> Model:
         self._report.enter("load weights")
         config = self._config
-        model: Llama = model_class(config.model.family)(
+        model: Model = model_class(config.model.family)(
             build, self._partition, config.max_model_len
         )
         specs = list(self._partition.weights(self._rank))
@@ -189,7 +198,7 @@ class Worker:
             model.pack()
         return model
 
-    def _build_runner(self, ops: Ops, model: Llama) -> ModelRunner:
+    def _build_runner(self, ops: Ops, model: Model) -> ModelRunner:
         config, partition = self._config, self._partition
         slots = SlotTable(config.max_requests, config.max_model_len, self._device)
         shape = AttentionShape(
@@ -200,24 +209,25 @@ class Worker:
         windows = {config.model.window_of(layer) for layer in range(config.model.num_layers)}
         sampler = Sampler(ops, self._group, partition, config.num_token_ids)
         off = "--no-graphs" if config.no_graphs else ""
-        graphs = GraphPool(self._device, self._group, (self._cache, slots), off)
+        owners = [owner for owner in (self._cache, self._states, slots) if owner is not None]
+        graphs = GraphPool(self._device, self._group, owners, off)
         decode = None
         kernels = config.attn == "triton" and "paged_attention" not in config.reference_ops
         if self._device.type == "cuda" and kernels:
             width, rows = config.model.hidden_size, config.max_requests
             buffers = StepBuffers(rows, width, self._dtype, self._device)
-            decode = DecodeSteps(
-                model, self._cache, slots, sampler, graphs, buffers, shape, windows
-            )
+            owned = (self._cache, slots, sampler, graphs, buffers)
+            decode = DecodeSteps(model, *owned, shape, windows, self._states, ops.plan_delta)
         return ModelRunner(
             model,
             self._cache,
             slots,
-            BatchBuilder(ops, slots, shape, windows),
+            BatchBuilder(ops, slots, shape, windows, is_hybrid=self._states is not None),
             sampler,
             graphs,
             decode,
             self._tracer,
+            self._states,
         )
 
     def _throttled_progress(self) -> Callable[[int, int], None]:

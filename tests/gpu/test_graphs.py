@@ -89,3 +89,21 @@ def test_switched_off_nothing_is_captured(model: Path) -> None:
     pool = engine.ranks[0].pool
     assert pool.num_captures == pool.num_replays == 0
     assert {reason for _, reason in pool.eager_runs} == {"eager"}
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
+def test_recurrent_states_keep_a_step_from_its_graph_and_that_is_counted(
+    name: str, tmp_path: Path
+) -> None:
+    """The tail is replayed all the same, and no bit depends on which way a step took."""
+    write_checkpoint(name, tmp_path)
+    prompts = prompts_for(tmp_path, 9)
+    options = {"dtype": "bfloat16", "device": GPU, "num_blocks": 12, "max_requests": 5}
+    arrivals = [3 * i for i in range(len(prompts))]
+    want = LocalEngine(tmp_path, **options).generate(prompts, 30, arrivals)
+    engine = LocalEngine(tmp_path, graphs=True, **options)
+    got = engine.generate(prompts, 30, arrivals)
+    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
+    pool = engine.ranks[0].pool
+    assert pool.eager_runs["forward", "recurrent state"] > 50
+    assert pool.num_replays > 50

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.recurrent import RecurrentEngine
 from tests.rig import LocalEngine
 from tests.runtime.fakes import orders_of
 from tests.tiny import random_ids, write_checkpoint
@@ -15,7 +16,7 @@ from unisono.models.config import ConfigError
 from unisono.runtime.flight import FlightRecorder
 from unisono.runtime.protocol import Failed, SamplingParams
 from unisono.workers.config import WorkerConfig
-from unisono.workers.protocol import Phase, StepPlan, StepResult, int32s
+from unisono.workers.protocol import Allocate, Phase, StepPlan, StepResult, int32s
 
 FAMILY = random_ids(150)
 PROMPTS = [FAMILY, FAMILY[:130] + random_ids(9, seed=1), random_ids(58, seed=2), FAMILY]
@@ -27,12 +28,10 @@ PARAMS = [
 ]
 
 
-class RecordedEngine(LocalEngine):
+class Recorded(LocalEngine):
     """Records what it runs, as the runtime does."""
 
-    def __init__(self, path: Path, window: int = 512, **options: Any) -> None:
-        super().__init__(path, **options)
-        self.recorder = FlightRecorder(window)
+    recorder: FlightRecorder
 
     def step(self, plan: StepPlan) -> Any:
         self.recorder.plan(plan)
@@ -51,16 +50,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+class RecordedHybrid(Recorded, RecurrentEngine):
+    """Of a model whose state is a hash."""
+
+
 OPTIONS = {"max_model_len": 200, "max_requests": 3, "max_step_tokens": 64}
 
 
-def fly(checkpoint: Path, file: Path, window: int, **options: Any) -> tuple[RecordedEngine, Flight]:
-    engine = RecordedEngine(checkpoint, window, **{**OPTIONS, **options})
+def fly(checkpoint: Path, file: Path, window: int, **options: Any) -> tuple[Recorded, Flight]:
+    engine = Recorded(checkpoint, **{**OPTIONS, **options})
+    engine.recorder = FlightRecorder(window)
     engine.generate(PROMPTS, 12, arrivals=(0, 3, 5, 6), params=PARAMS)
-    orders = orders_of(WorkerConfig(model_path=str(checkpoint), model=engine.config))
+    return engine, landed(engine, file)
+
+
+def landed(engine: Recorded, file: Path, num_states: int = 0) -> Flight:
+    """What is left of its flight."""
+    orders = orders_of(WorkerConfig(model_path="m", model=engine.config))
     failed = Failed(rank=0, phase="step", step=-1, error="E", message="m", traceback="")
-    engine.recorder.write(file, orders, 64, failed)
-    return engine, read_flight(file)
+    allocated = Allocate(num_blocks=64, num_states=num_states)
+    engine.recorder.write(file, orders, allocated, failed)
+    return read_flight(file)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +100,40 @@ def test_every_step_of_the_window_gives_its_tokens_again(
         assert int32s(tokens) == step.results[0].tokens, f"step {plan.step}"
         shared += sum(plan.num_shared)
     assert shared or window != 512
+
+
+TWINS = [FAMILY[:100], FAMILY, FAMILY[:140], FAMILY[:129], FAMILY[:70]]
+"""Behind the first four that restore its snapshots, several the same one in the same step."""
+
+
+@pytest.mark.parametrize(
+    ("window", "options"),
+    [(512, {}), (5, {"tp": 2}), (9, {"num_blocks": 5, "num_states": 6})],
+    ids=["all", "folded", "pre-empted"],
+)
+def test_states_are_rebuilt_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("unisono.launcher.flight_file._SETUP_TOKENS", 128)
+    options = {**OPTIONS, "max_requests": 4, "num_states": 8, "max_step_tokens": 300, **options}
+    engine = RecordedHybrid(**options)
+    engine.recorder = FlightRecorder(window)
+    engine.generate(TWINS, 50, arrivals=(0, 4, 4, 4, 4))
+    flight = landed(engine, tmp_path / "f", options["num_states"])
+    assert flight.header.num_states == options["num_states"]
+    assert (engine.num_preemptions > 0) is ("num_blocks" in options)
+    snapshots = [[state for state in step.plan.open_restore if state] for step in flight.steps]
+    if window == 512:
+        assert sum(map(len, snapshots)) >= 4
+        assert any(len(set(some)) < len(some) for some in snapshots), "two read the same one"
+    some = zip(flight.steps, snapshots, strict=True)
+    for step in [step for step, read in some if read or step.plan.step % 4 == 0 or window < 512]:
+        fresh = RecurrentEngine(**options)
+        *setup, plan = replay_plans(flight, step.plan.step)
+        for each in setup:
+            fresh.step(each)
+        tokens = fresh.step(plan)[0].tokens
+        assert int32s(tokens) == step.results[0].tokens, f"step {plan.step}"
 
 
 def test_a_long_history_is_rebuilt_in_several_steps(

@@ -12,9 +12,17 @@ from dataclasses import replace
 
 import pytest
 
-from tests.launcher.fakes import EOS, FakeEngine, FakeTokenizer, write_checkpoint
+import unisono
+from tests.launcher.fakes import EOS, FakeEngine, FakeTokenizer, tiny_model, write_checkpoint
 from unisono.launcher import cli
-from unisono.launcher.answering import Answer, Piece, Request, answer_all, check_prompts
+from unisono.launcher.answering import (
+    Answer,
+    Piece,
+    Request,
+    answer_all,
+    check_prompts,
+    numerics_of,
+)
 from unisono.launcher.console import Console
 from unisono.launcher.generate import closing_line, ready_line, show
 from unisono.launcher.prompts import Prompt
@@ -280,8 +288,6 @@ def test_a_lost_engine_is_not_asked_to_abort(engine):
     ],
 )
 def test_prompts_are_checked(ids, message):
-    from tests.launcher.fakes import tiny_model
-
     worker = WorkerConfig(model_path="m", model=tiny_model(), max_model_len=4)
     check_prompts([Request(index=0, prompt="x", prompt_ids=(1, 2, 3))], worker)
     with pytest.raises(RequestRejected, match=message):
@@ -300,6 +306,19 @@ def test_the_ready_line_says_where_the_memory_goes():
         "ready: 2 ranks on cuda, weights 8.0 GiB, activations 400.0 MiB, "
         "KV 110.2 GiB (1,204,224 tokens) a rank"
     )
+
+
+def test_a_digest_names_the_dtype_of_states_where_there_are_some():
+    worker = WorkerConfig(model_path="m", model=tiny_model(), attn="tiled")
+    plain = f"cuda bfloat16 tp=1 attn=tiled numerics=exact unisono {unisono.__version__}"
+    assert numerics_of(READY, worker) == plain
+    hybrid = replace(worker, model=tiny_model(delta_layers=(True, False)), state_dtype="bfloat16")
+    assert numerics_of(READY, hybrid) == plain.replace(" unisono", " states=bfloat16 unisono")
+
+
+def test_the_ready_line_says_how_many_states_there_are():
+    ready = replace(READY, num_states=18, state_bytes=64 << 20, max_requests=9)
+    assert ready_line(ready, 1).endswith(", states 1.1 GiB (18, for 9 requests at a time)")
 
 
 READY = EngineReady(

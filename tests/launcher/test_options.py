@@ -34,6 +34,8 @@ OTHER_VALUES = {
     "max_requests": ("5", 5),
     "kv_tokens": ("640", 640),
     "memory_utilization": ("0.5", 0.5),
+    "state_slots": ("6", 6),
+    "state_dtype": ("bfloat16", "bfloat16"),
     "max_step_tokens": ("99", 99),
     "no_prefix_cache": (None, True),
     "no_graphs": (None, True),
@@ -103,6 +105,14 @@ def test_every_launch_option_reaches_the_config(name):
 def test_every_sampling_option_reaches_the_params(name):
     params = make_sampling_params(given(parse(*arguments_of(name)), SAMPLING_OPTIONS))
     assert getattr(params, name) == OTHER_VALUES[name][1] != option_spec(name).default
+
+
+def test_auto_is_a_word_where_zero_means_it():
+    values = parse("--state-slots", "auto", "--max-model-len", "auto")
+    assert (values["state_slots"], values["max_model_len"]) == (0, 0)
+    assert launch({"state_slots": 32}).runtime.worker.state_slots == 32
+    with pytest.raises(ConfigError, match="--kv-tokens auto: expected a whole number"):
+        option_spec("kv_tokens").parse("auto")
 
 
 def test_stop_may_be_given_several_times():
@@ -221,6 +231,7 @@ def test_illegal_values_are_refused_in_one_line(arguments, message):
             {"kv_tokens": 640, "memory_utilization": 0.5},
             "--memory-utilization 0.5: --kv-tokens 640 sets the size of the KV cache by itself",
         ),
+        ({"state_dtype": "float16"}, "--state-dtype float16: choose float32 or bfloat16"),
         ({"max_tokens": 4}, "unknown option 'max_tokens': choose from tp, dtype"),
     ],
     ids=str,

@@ -16,7 +16,7 @@ from unisono.launcher.resolve import (
     resolve_config,
     with_tokenizer,
 )
-from unisono.models.config import ConfigError, RopeConfig
+from unisono.models.config import ConfigError, DeltaConfig, RopeConfig
 from unisono.models.headers import CheckpointError
 from unisono.models.partition import ModelPartition, PartitionError
 
@@ -100,6 +100,16 @@ def test_options_survive_and_the_rest_is_default():
             "--attn torch-flash: --numerics exact refuses it, since a token has other bits decoded "
             "than in a prompt; choose --attn auto, triton or reference, or --numerics fast",
         ),
+        (
+            {"state_slots": 5},
+            CPU,
+            "--state-slots 5: is for models with a recurrent state, and llama keeps a KV cache",
+        ),
+        (
+            {"state_dtype": "float32"},
+            CPU,
+            "--state-dtype float32: is for models with a recurrent state, and llama keeps a KV",
+        ),
         ({"attn": "tiled"}, CPU, "--attn tiled: choose auto, triton, torch-flash or reference"),
     ],
     ids=str,
@@ -109,6 +119,23 @@ def test_refusals(options, host, message):
         worker_of(options, host=host)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_states_are_for_models_that_have_them():
+    assert worker_of({"state_slots": 0}).state_slots == 0
+    hybrid = {
+        "delta": DeltaConfig(
+            num_key_heads=1, num_value_heads=1, key_head_dim=4, value_head_dim=4, conv_width=2
+        ),
+        "delta_layers": (True, False),
+    }
+    worker = worker_of({"state_slots": 40, "state_dtype": "bfloat16"}, **hybrid)
+    assert (worker.state_slots, worker.state_dtype) == (40, "bfloat16")
+    assert worker_of({"state_slots": 5, "max_requests": 5}, **hybrid).state_slots == 5
+    # The default of --max-requests gives way; what was asked for does not.
+    assert worker_of({"state_slots": 5}, **hybrid).max_requests == 32
+    with pytest.raises(ConfigError, match="--state-slots 4: each of --max-requests 5 needs a"):
+        worker_of({"state_slots": 4, "max_requests": 5}, **hybrid)
 
 
 def test_attention_is_the_devices_own_unless_asked_otherwise():

@@ -14,7 +14,7 @@ from tests.runtime.fakes import FakeWorker, expected, next_token, request, sched
 from unisono.runtime.protocol import RequestRejected
 from unisono.runtime.request import Request, blocks_for
 from unisono.runtime.scheduler import Scheduler
-from unisono.workers.protocol import Phase, StepPlan
+from unisono.workers.protocol import Phase, StepPlan, unpack_sampling
 
 EOS = 7
 STOPS = tuple(range(100, 1000, 25))
@@ -239,6 +239,8 @@ class Checker(RuleBasedStateMachine):
                     assert not any(slot in late.plan.rows.slot for late in self.due), "too soon"
             else:
                 assert num_drafts == 0
+                assert start % 64 == 0, "a row begins off the grid"
+                self.seen["resumed chunks"] += phase == Phase.CHUNK and asked.num_admissions > 1
 
     def _check_names(self, plan: StepPlan) -> None:
         """A step gets nothing that one in flight names, nor finds what one in flight makes."""
@@ -259,6 +261,10 @@ class Checker(RuleBasedStateMachine):
         self, plan: StepPlan, owners: dict[int, int], tokens: list[int], counts: list[int]
     ) -> None:
         worker, slots = self.worker, {*plan.rows.slot, *plan.open_slot, *plan.block_slot}
+        if self.num_states and plan.open_slot:
+            prompts = [item.num_prompt_tokens for item in unpack_sampling(plan.open_sampling)]
+            opened = [self.asked[owners[slot]].num_prompt_tokens for slot in plan.open_slot]
+            assert prompts == opened, "the ranks do not know where the prompts end"
         for slot, length in zip(plan.save_slot, plan.save_length, strict=True):
             assert length <= self.asked[owners[slot]].num_prompt_tokens, "not of the prompt alone"
         for slot in plan.rows.slot:

@@ -35,6 +35,7 @@ from unisono.workers.config import WorkerConfig
 from unisono.workers.orders import orders_line
 from unisono.workers.protocol import (
     WORKER_COMMANDS,
+    Allocate,
     Fault,
     Hello,
     Loaded,
@@ -49,6 +50,7 @@ from unisono.workers.protocol import (
 )
 
 WORKER = WorkerConfig(model_path="m", model=tiny_model(), device="cpu", max_model_len=100)
+TAKEN = Allocate(num_blocks=8, num_states=5)
 FAILED = Failed(rank=1, phase="step", step=9, error="E", message="line\nbreak", traceback="t")
 
 
@@ -91,7 +93,7 @@ def recorded(num_steps: int, window: int = 512, slots: tuple[int, ...] = (1, 2))
 
 
 def write(recorder: FlightRecorder, path: Path) -> Path:
-    assert recorder.write(path, orders_of(WORKER), 8, FAILED)
+    assert recorder.write(path, orders_of(WORKER), TAKEN, FAILED)
     return path
 
 
@@ -148,6 +150,7 @@ def test_the_header_says_what_is_needed(tmp_path: Path) -> None:
     path = write(recorded(3), tmp_path / "new" / "f.flight")
     header = read_flight(path).header
     assert (header.worker, header.num_blocks, header.failed) == (WORKER, 8, FAILED)
+    assert header.num_states == 5
     assert header.unisono == "0.0.7"
     assert header.torch
     assert path.stat().st_mode & 0o777 == 0o600
@@ -156,7 +159,7 @@ def test_the_header_says_what_is_needed(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_of_an_engine_without_a_step(tmp_path: Path) -> None:
-    assert not FlightRecorder().write(tmp_path / "f", orders_of(WORKER), 8, FAILED)
+    assert not FlightRecorder().write(tmp_path / "f", orders_of(WORKER), TAKEN, FAILED)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -204,7 +207,7 @@ def test_every_truncation_and_every_flipped_byte_is_found(tmp_path: Path) -> Non
         (lambda text: b"[1]\n", "is not a flight of unisono"),
         (lambda text: b'{"format": "other"}\n', "is not a flight of unisono"),
         (
-            lambda text: text.replace(b'"version":1', b'"version":99', 1),
+            lambda text: text.replace(b'"version":2', b'"version":99', 1),
             f"is a flight of version 99, written by unisono 0.0.7; this one reads "
             f"version {VERSION}",
         ),

@@ -19,6 +19,7 @@ from unisono.workers.memory import (
     block_bytes,
     card_budget,
     host_budget,
+    offer,
     offer_blocks,
     out_of_memory_explained,
     state_bytes,
@@ -51,10 +52,8 @@ def test_others_have_no_state_and_kv_in_every_layer() -> None:
     assert block_bytes(partition, 1, torch.bfloat16) == 2 * 48 * 2 * 128 * BLOCK_SIZE * 2
 
 
-def worker(max_model_len: int = 1 << 20, kv_tokens: int = 0) -> WorkerConfig:
-    return WorkerConfig(
-        model_path="m", model=tiny_model(), max_model_len=max_model_len, kv_tokens=kv_tokens
-    )
+def worker(max_model_len: int = 1 << 20, **options: int) -> WorkerConfig:
+    return WorkerConfig(model_path="m", model=tiny_model(), max_model_len=max_model_len, **options)
 
 
 def card(**changes: float) -> Budget:
@@ -115,6 +114,70 @@ def test_the_utilization_that_a_message_names_is_enough(make, said) -> None:
 def test_where_nothing_fits_the_message_says_what_is_missing(budget: Budget) -> None:
     with pytest.raises(OutOfMemory, match=r"free 1.00 MiB, or spread over more ranks \(--tp\)"):
         offer_blocks(worker(), BLOCK, budget)
+
+
+STATE = 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "max_requests", "states"), [(True, 32, 64), (False, 32, 32), (True, 3, 11)]
+)
+def test_requests_have_a_state_each_and_as_many_snapshots(
+    snapshots: bool, max_requests: int, states: int
+) -> None:
+    config = worker(max_requests=max_requests)
+    blocks = ((72 - 18) * GIB - (states + 1) * STATE) // BLOCK
+    assert offer(config, snapshots, BLOCK, STATE, card()) == (blocks, states)
+    assert offer(config, snapshots, BLOCK, 0, card()) == ((72 - 18) * GIB // BLOCK, 0)
+
+
+def test_states_take_half_of_the_memory_at_the_most() -> None:
+    budget = host_budget(4 * GIB, 1, 0.5)
+    assert offer(worker(), True, BLOCK, STATE, budget) == (GIB // BLOCK, GIB // STATE - 1)
+    # No more blocks than the requests that have a state can fill.
+    short = worker(max_model_len=128)
+    assert offer(short, True, BLOCK, STATE, budget) == (15 * 2, 15)
+    assert offer(short, True, BLOCK, STATE, host_budget(40 * GIB, 1, 1.0)) == (32 * 2, 64)
+
+
+@pytest.mark.parametrize("bytes_of_block", [BLOCK, 10 * STATE])
+def test_one_state_and_one_block_are_the_least(bytes_of_block: int) -> None:
+    least = 2 * STATE + bytes_of_block
+    assert offer(worker(), True, bytes_of_block, STATE, host_budget(least, 1, 1.0)) == (1, 1)
+    with pytest.raises(OutOfMemory, match=r"less 0.12 GiB of recurrent states, leaves") as caught:
+        offer(worker(), True, bytes_of_block, STATE, host_budget(2 * least, 1, 0.4))
+    enough = float(str(caught.value).rpartition(" ")[2])
+    assert 0.5 <= enough < 0.51
+    offer(worker(), True, bytes_of_block, STATE, host_budget(2 * least, 1, enough))
+    with pytest.raises(OutOfMemory, match=r"free 1.00 MiB, or spread"):
+        offer(worker(), True, bytes_of_block, STATE, host_budget(least - (1 << 20), 1, 1.0))
+
+
+def test_kv_tokens_come_first() -> None:
+    """What was asked for is given; states take what is left, not more than half."""
+    budget = host_budget(4 * GIB, 1, 1.0)
+    many = worker(kv_tokens=(4 * GIB - 10 * STATE) // BLOCK * 64)
+    assert offer(many, True, BLOCK, STATE, budget) == ((4 * GIB - 10 * STATE) // BLOCK, 9)
+    few = worker(kv_tokens=64)
+    assert offer(few, True, BLOCK, STATE, budget) == (1, 2 * GIB // STATE - 1)
+    with pytest.raises(OutOfMemory, match=r"--kv-tokens .* less 0.12 GiB of recurrent states"):
+        offer(worker(kv_tokens=4 * GIB // BLOCK * 64), True, BLOCK, STATE, budget)
+
+
+def test_state_slots_are_given_or_refused_with_what_fits() -> None:
+    """Asked for 32 with memory for 9: nobody is told that there are 32."""
+    budget = host_budget(BLOCK + 10 * STATE, 1, 0.1)
+    with pytest.raises(OutOfMemory) as caught:
+        offer(worker(state_slots=32), True, BLOCK, STATE, budget)
+    said = str(caught.value)
+    assert said.startswith("--state-slots 32 and the scratch state take 2.06 GiB of memory on this")
+    assert said.endswith("lower it to 9, or free 1.44 GiB")
+    roomy = host_budget(2 * (BLOCK + 10 * STATE), 1, 1.0)
+    assert offer(worker(state_slots=9), True, BLOCK, STATE, roomy)[1] == 9
+    exact = host_budget(BLOCK + 10 * STATE, 1, 1.0)
+    assert offer(worker(state_slots=9), True, BLOCK, STATE, exact) == (1, 9)
+    with pytest.raises(OutOfMemory, match=r"64.00 MiB can be had .*\): free 64.00 MiB$"):
+        offer(worker(state_slots=1), True, BLOCK, STATE, host_budget(BLOCK + STATE, 1, 1.0))
 
 
 TORCH_SAYS = (

@@ -38,6 +38,13 @@ def test_the_largest_step_has_every_request_and_every_token(
     )
 
 
+def test_prompts_of_a_hybrid_are_cut_on_the_grid() -> None:
+    rows = largest_step(4, 1000, 2100, grid=64)
+    assert rows.count.tolist() == [1000, 1000, 64, 1]
+    assert rows.start.tolist() == [0, 0, 0, 999]
+    assert largest_step(4, 1000, 100, grid=64).count.tolist() == [64, 1, 1, 1]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
@@ -86,7 +93,7 @@ def test_a_card_is_measured_while_the_step_runs(
     [rank] = engine.ranks
     step = rank.runner.step
     monkeypatch.setattr(rank.runner, "step", lambda plan: (calls.append("step"), step(plan))[1])
-    activations, budget = measure_budget(config, 150, rank.runner, rank.cache, 75 << 30)
+    activations, budget = measure_budget(config, 150, rank.runner, rank.cache, None, 75 << 30)
     assert activations == 3 << 30
     assert budget.share == int((80 << 30) * 0.9) - (25 << 30) - (3 << 30) - GRAPH_BYTES
     assert budget.most == (50 << 30) - (3 << 30) - GRAPH_BYTES

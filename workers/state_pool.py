@@ -1,0 +1,74 @@
+"""The recurrent states of a rank: their one owner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.models.config import ModelConfig
+from unisono.models.interface import Caches, StateCache
+from unisono.models.partition import ModelPartition
+from unisono.workers.kv_cache import KVCache
+
+
+class StatePool:
+    """States 1 .. num_states of every gated delta net, and state 0 for scratch.
+
+    `layers` has those of each net, in the order of the model: views of two tensors, which are
+    [layers, states, ...]. `generation` counts allocations, as that of a `KVCache`.
+    """
+
+    def __init__(
+        self,
+        partition: ModelPartition,
+        rank: int,
+        dtype: torch.dtype,
+        state_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        config, values = partition.config.delta, partition.value_heads.size(rank)
+        assert config is not None, "the model has no recurrent state"
+        channels = 2 * partition.key_heads.size(rank) * config.key_head_dim
+        channels += values * config.value_head_dim
+        self._kinds = (
+            ((config.conv_width - 1, channels), dtype),
+            ((values, config.value_head_dim, config.key_head_dim), state_dtype),
+        )
+        self._num_layers = sum(partition.config.delta_layers)
+        self._device = device
+        self._tensors: list[Tensor] = []
+        self.generation = 0
+        self.layers: list[StateCache] = []
+
+    def allocate(self, num_states: int) -> None:
+        """Take memory for `num_states` states beside state 0, replacing what was there.
+
+        It is not cleared: a request's first token starts from nothing, whatever lies there.
+        """
+        self._tensors, self.layers = [], []
+        for shape, dtype in self._kinds:
+            size = (self._num_layers, num_states + 1, *shape)
+            self._tensors.append(torch.empty(size, dtype=dtype, device=self._device))
+        self.layers = [StateCache(conv, state) for conv, state in zip(*self._tensors, strict=True)]
+        self.generation += 1
+        self.clear([0])
+
+    def clear(self, states: Sequence[int]) -> None:
+        """Zero these states of every layer."""
+        for tensor in self._tensors:
+            tensor[:, states] = 0
+
+    def copy(self, source: int, target: int) -> None:
+        """Make state `target` of every layer what state `source` is."""
+        for tensor in self._tensors:
+            tensor[:, target] = tensor[:, source]
+
+
+def caches_of(config: ModelConfig, cache: KVCache, states: StatePool | None) -> Caches:
+    """What each layer of a model keeps of its requests. `states` None: it is attention alone."""
+    if states is None:
+        return cache.layers
+    of_attention, of_delta = iter(cache.layers), iter(states.layers)
+    return [next(of_delta) if is_delta else next(of_attention) for is_delta in config.delta_layers]
