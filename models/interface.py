@@ -106,3 +106,13 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> fp32 logits [R, this rank's vocabulary rows]."""
         ...
+
+    def draft(
+        self, token_ids: Tensor, hidden: Tensor, batch: ForwardBatch, cache: LayerCache
+    ) -> Tensor:
+        """Run pairs of a token and the state before it through the MTP layer, [T, hidden]."""
+        ...
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] from `draft` -> fp32 logits [R, this rank's vocabulary rows]."""
+        ...
