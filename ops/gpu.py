@@ -12,6 +12,7 @@ from unisono.ops.kernels import (
     activation,
     attention,
     embedding,
+    gates,
     gumbel,
     linear,
     norm,
@@ -20,9 +21,7 @@ from unisono.ops.kernels import (
     sampling,
 )
 from unisono.ops.linear import Linear
-from unisono.ops.reference import activation as activation_reference
 from unisono.ops.reference import experts, filters, logprobs, reduce
-from unisono.ops.reference import norm as norm_reference
 from unisono.ops.reference.penalties import penalize
 from unisono.ops.reference.sampling import unpack_keys
 from unisono.ops.table import Ops
@@ -37,9 +36,9 @@ def gpu_ops(device: torch.device) -> Ops:
         pack_head=partial(linear.pack_head, verdicts=verdicts),
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
-        gated_rms_norm=norm_reference.gated_rms_norm,
+        gated_rms_norm=gates.gated_rms_norm,
         silu_and_mul=activation.silu_and_mul,
-        sigmoid_and_mul=activation_reference.sigmoid_and_mul,
+        sigmoid_and_mul=gates.sigmoid_and_mul,
         rope_and_write_kv=rope_kv.rope_and_write_kv,
         embed_shard=embedding.embed_shard,
         reduce_rows=reduce.reduce_rows,
