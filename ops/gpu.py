@@ -7,10 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from unisono.ops import delta
 from unisono.ops.kernels import (
     activation,
     attention,
+    delta_plan,
+    delta_rule,
     embedding,
     gates,
     gumbel,
@@ -19,6 +20,7 @@ from unisono.ops.kernels import (
     penalties,
     rope_kv,
     sampling,
+    short_conv,
 )
 from unisono.ops.linear import Linear
 from unisono.ops.reference import experts, filters, logprobs, reduce
@@ -44,9 +46,9 @@ def gpu_ops(device: torch.device) -> Ops:
         reduce_rows=reduce.reduce_rows,
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
-        plan_delta=partial(delta.plan_delta, device=device),
-        short_conv=delta.short_conv,
-        delta_rule=delta.delta_rule,
+        plan_delta=partial(delta_plan.plan_delta, device=device),
+        short_conv=short_conv.short_conv,
+        delta_rule=delta_rule.delta_rule,
         route_experts=experts.route_experts,
         pack_experts=partial(experts.pack_experts, pack_linear=pack_linear),
         argmax_keys=sampling.argmax_keys,
