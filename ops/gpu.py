@@ -13,17 +13,19 @@ from unisono.ops.kernels import (
     delta_plan,
     delta_rule,
     embedding,
+    experts,
     gates,
     gumbel,
     linear,
     norm,
     penalties,
     rope_kv,
+    routing,
     sampling,
     short_conv,
 )
 from unisono.ops.linear import Linear
-from unisono.ops.reference import experts, filters, logprobs, reduce
+from unisono.ops.reference import filters, logprobs, reduce
 from unisono.ops.reference.penalties import penalize
 from unisono.ops.reference.sampling import unpack_keys
 from unisono.ops.table import Ops
@@ -32,9 +34,8 @@ from unisono.ops.table import Ops
 def gpu_ops(device: torch.device) -> Ops:
     """Return the kernels for `device`; every weight's product is proven when it is packed."""
     verdicts: linear.Verdicts = {}
-    pack_linear = partial(_pack_linear, verdicts=verdicts)
     return Ops(
-        pack_linear=pack_linear,
+        pack_linear=partial(_pack_linear, verdicts=verdicts),
         pack_head=partial(linear.pack_head, verdicts=verdicts),
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
@@ -49,8 +50,8 @@ def gpu_ops(device: torch.device) -> Ops:
         plan_delta=partial(delta_plan.plan_delta, device=device),
         short_conv=short_conv.short_conv,
         delta_rule=delta_rule.delta_rule,
-        route_experts=experts.route_experts,
-        pack_experts=partial(experts.pack_experts, pack_linear=pack_linear),
+        route_experts=routing.route_experts,
+        pack_experts=partial(experts.pack_experts, proofs={}),
         argmax_keys=sampling.argmax_keys,
         unpack_keys=unpack_keys,
         add_noise=gumbel.add_noise,

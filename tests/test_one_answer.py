@@ -447,7 +447,7 @@ def answer_in_company(
 @on_every_backend(
     ("num_experts", "num_chosen", "renormalise"),
     [(6, 2, True), (5, 5, False), (60, 4, True), (512, 10, True)],
-    quick=[],
+    quick=[(6, 2, True), (5, 5, False)],
 )
 def test_route_experts(
     backend: str, dtype: torch.dtype, num_experts: int, num_chosen: int, renormalise: bool
@@ -462,7 +462,8 @@ def test_route_experts(
 @on_every_backend(
     ("num_experts", "num_chosen", "hidden", "width"),
     [(6, 2, 64, 24), (4, 4, 20, 7), (16, 3, 136, 40)],
-    quick=[],
+    quick=[(4, 2, 20, 7)],
+    compiled=[(6, 2, 64, 24), (4, 4, 20, 7), (2, 1, 136, 40), (128, 8, 512, 96)],
 )
 def test_experts(
     backend: str, dtype: torch.dtype, num_experts: int, num_chosen: int, hidden: int, width: int

@@ -52,7 +52,9 @@ def plan_delta(
     """Lay out the rows of a step, as `plan_delta` of `ops/delta.py`. Copies one int32 tensor to the
     device, and `states` where it is no tensor there."""
     rows = tuple(delta_rows(starts, counts, num_prompts, saves))
-    chunks, others, chunk_rows = [], [], []
+    chunks: list[tuple[int, int, int]] = []
+    others: list[tuple[int, int, int]] = []
+    chunk_rows: list[tuple[int, int]] = []
     for row in rows:
         if row.num_chunked:
             chunk_rows.append((row.index, len(chunks)))
