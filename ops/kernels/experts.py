@@ -52,7 +52,9 @@ def pack_experts(gate_up: Tensor, down: Tensor, *, proofs: _Proofs) -> Experts:
     key = (tuple(gate_up.shape), tuple(down.shape), gate_up.dtype)
     if key not in proofs:
         proofs[key] = gate_up.device.type != "cuda" or _heights_agree(gate_up, down)
-        _log.info("experts %s: heights %s", list(gate_up.shape), "agree" if proofs[key] else "differ")
+        _log.info(
+            "experts %s: heights %s", list(gate_up.shape), "agree" if proofs[key] else "differ"
+        )
     use_tall = proofs[key]
 
     def experts(x: Tensor, weights: Tensor, ids: Tensor, extra: Tensor | None) -> Tensor:

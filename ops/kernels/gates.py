@@ -41,20 +41,22 @@ def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y = cast(x32 * rsqrt(mean(x32^2) + eps)) * weight * silu(gate), rounded once at the end.
 
-    x, gate [rows, width] of one dtype, to which the normalised value is cast, width up to
-    MAX_WIDTH; rows of the gate may lie apart. weight [width], contiguous, of that dtype or fp32.
-    The products are taken in fp32.
+    x, gate [tokens, width] or [tokens, heads, width] of one dtype, to which the normalised value is
+    cast, width up to MAX_WIDTH; tokens may lie apart, their heads not. weight [width], contiguous,
+    of that dtype or fp32. The products are taken in fp32.
     """
-    num_rows, width = x.shape
+    width = x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
     assert width <= MAX_WIDTH, width
     assert gate.shape == x.shape, (x.shape, gate.shape)
     assert weight.shape == (width,), (x.shape, weight.shape)
     assert gate.dtype == x.dtype
     assert weight.dtype in (x.dtype, torch.float32)
     assert weight.is_contiguous()
-    y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     align = row_alignment(width, y, weight)
-    x, gate = with_aligned_rows(x, align), with_aligned_rows(gate, align)
+    x, gate = (with_aligned_rows(t.flatten(1), align) for t in (x, gate))
+    num_rows = len(x) * heads
     rows, block, num_warps = shape_of_program(width)
     _gated_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x,
@@ -65,6 +67,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
         x.stride(0),
         gate.stride(0),
         eps,
+        HEADS=heads,
         WIDTH=width,
         ALIGN=align,
         ROWS=rows,
@@ -115,6 +118,7 @@ def _gated_norm_kernel(
     x_stride: tl.tensor,
     gate_stride: tl.tensor,
     eps: tl.tensor,
+    HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -124,9 +128,10 @@ def _gated_norm_kernel(
     columns = tl.arange(0, BLOCK)[None, :]
     in_row = columns < WIDTH
     inside = (rows < num_rows)[:, None] & in_row
-    x_rows = tl.multiple_of(x_ptr + rows * x_stride, ALIGN)
+    token, head = rows // HEADS, rows % HEADS
+    x_rows = tl.multiple_of(x_ptr + token * x_stride + head * WIDTH, ALIGN)
     x = tl.load(x_rows[:, None] + columns, mask=inside, other=0.0).to(tl.float32)
-    gate_rows = tl.multiple_of(gate_ptr + rows * gate_stride, ALIGN)
+    gate_rows = tl.multiple_of(gate_ptr + token * gate_stride + head * WIDTH, ALIGN)
     gate = tl.load(gate_rows[:, None] + columns, mask=inside, other=0.0).to(tl.float32)
     # An addition that the hint can hold to, of a zero that the compiler does not know.
     weight_row = tl.multiple_of(weight_ptr + tl.program_id(1) * WIDTH, ALIGN)

@@ -66,6 +66,17 @@ def check_norm(width: int, rows: int, dtype: torch.dtype) -> None:
                 assert_same_bits(f"rows {cut} of width {width}", part, got[cut])
 
 
+@pytest.mark.parametrize("dtype", kernel_rig.DTYPES, ids=str)
+def test_heads_of_a_token_are_rows(dtype: torch.dtype) -> None:
+    wide, weight = some(5, 3 * 64 + 16, dtype=dtype), some(64, dtype=torch.float32)
+    x, gate = some(5, 3, 64, dtype=dtype), wide[:, 8 : 8 + 3 * 64].unflatten(1, (3, 64))
+    got = gates.gated_rms_norm(x, gate, weight, EPS)
+    want = gates.gated_rms_norm(x.view(15, 64), gate.reshape(15, 64), weight, EPS)
+    assert_same_bits("heads", got, want.view(5, 3, 64))
+    by_formula = norm.gated_rms_norm(x.cpu(), gate.cpu(), weight.cpu(), EPS)
+    assert_close("formula", got, by_formula, BOUND[dtype])
+
+
 def test_no_rows() -> None:
     x = torch.empty(0, 64, device=kernel_rig.DEVICE)
     assert gates.sigmoid_and_mul(x, x).shape == (0, 64)
