@@ -17,40 +17,19 @@ import click
 
 from unisono.launcher.console import Console
 from unisono.launcher.options import config_options, given, make_launch_config
+from unisono.launcher.roofline import CARDS, ITEM_BYTES, kv_bytes, weight_bytes
 from unisono.models.config import ModelConfig
 from unisono.models.partition import ModelPartition, legal_rank_counts
 
 OPTIONS = ("tp", "dtype", "max_model_len", "load_format", "overlay")
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONTEXT_TOKENS = 1024
 """Tokens already in the KV cache where the decode ceiling is computed."""
 WIDTH = 100
 LEFT = ("rank", "card", "source")
 """Columns of words; the others hold numbers."""
-_EMBEDDING = "model.embed_tokens.weight"
 
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 """Title, names of the columns, rows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """A memory bandwidth to compare with."""
-
-    name: str
-    bandwidth_tb_s: float
-    """10^12 bytes a second."""
-    source: str
-
-
-CARDS = (
-    Card(name="H200", bandwidth_tb_s=4.8, source="vendor specification"),
-    Card(name="H200, large copy", bandwidth_tb_s=4.3, source="measured"),
-    Card(name="H100 SXM", bandwidth_tb_s=3.35, source="vendor specification"),
-    Card(name="A100 80 GB SXM", bandwidth_tb_s=2.04, source="vendor specification"),
-    Card(name="RTX 4090", bandwidth_tb_s=1.008, source="vendor specification"),
-    Card(name="CPU, 2 channels of DDR5", bandwidth_tb_s=0.08, source="vendor specification"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,9 +189,7 @@ def print_rich(report: Report) -> None:
 
 def _share_of(partition: ModelPartition, rank: int, item_bytes: int, context: int) -> RankShare:
     config = partition.config
-    elements = {spec.name: spec.num_elements for spec in partition.weights(rank)}
-    # One row of the embedding is read for a token, and the whole table where it is the head too.
-    table = 0 if config.tie_word_embeddings else elements[_EMBEDDING]
+    elements = sum(spec.num_elements for spec in partition.weights(rank))
     start, stop = partition.kv_heads.ranges[rank]
     kv_per_token = 2 * config.num_layers * (stop - start) * config.head_dim * item_bytes
     return RankShare(
@@ -226,9 +203,10 @@ def _share_of(partition: ModelPartition, rank: int, item_bytes: int, context: in
         ),
         mlp_channels=partition.mlp.ranges[rank],
         vocab_rows=partition.vocab.ranges[rank],
-        weight_bytes=sum(elements.values()) * item_bytes,
+        weight_bytes=elements * item_bytes,
         kv_bytes_per_token=kv_per_token,
-        streamed_bytes=(sum(elements.values()) - table) * item_bytes + kv_per_token * context,
+        streamed_bytes=weight_bytes(partition, rank, item_bytes)
+        + int(kv_bytes(partition, rank, item_bytes, context)),
     )
 
 
