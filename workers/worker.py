@@ -7,6 +7,8 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape
 from unisono.ops.by_reference import with_references
 from unisono.ops.comm import Group
+from unisono.ops.step_watch import StepWatch
 from unisono.ops.table import Ops
 from unisono.workers import device as devices
 from unisono.workers.batch_builder import BatchBuilder
@@ -46,6 +49,7 @@ from unisono.workers.reporter import Reporter
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
 from unisono.workers.step_buffers import StepBuffers
+from unisono.workers.timings import StepsSeen, WatchSteps
 from unisono.workers.tracer import Tracer
 from unisono.workers.weight_memory import check_weights, weight_bytes
 
@@ -78,6 +82,8 @@ class Worker:
         self._cache = KVCache(self._partition, self._rank, self._dtype, self._device)
         self._group: Group
         self._runner: ModelRunner
+        self._graphs: GraphPool
+        self._watch: StepWatch | None = None
         self._tracer: Tracer | None = None
         self._running: deque[_Running] = deque()
 
@@ -134,13 +140,19 @@ class Worker:
                 case StepPlan() as plan:
                     self._report.step = plan.step
                     began = time.perf_counter()
-                    output = self._runner.step(plan)
+                    step = partial(self._runner.step, plan)
+                    watch = self._watch
+                    output = step() if watch is None else watch.launch(plan.step, plan.rows, step)
                     self._running.append(_Running(plan.step, began, output, self._group.digest))
                 case Allocate(num_blocks=num_blocks):
                     self._report.enter("take memory")
                     self._cache.allocate(num_blocks)
                     self._peer.send(Ready(rank=self._rank))
                     self._report.note("step")
+                case WatchSteps() as wanted:
+                    self._watch = StepWatch(
+                        self._device, self._group, self._graphs, **asdict(wanted)
+                    )
                 case Shutdown():
                     return
                 case other:
@@ -162,11 +174,14 @@ class Worker:
         step = self._running.popleft()
         self._report.step = step.number
         output = step.output
+        tokens = array("i", output.tokens)
+        if self._watch is not None and (seen := self._watch.answered(step.number)) is not None:
+            self._peer.send(StepsSeen(rank=self._rank, watched=seen))
         self._peer.send(
             StepResult(
                 rank=self._rank,
                 step=step.number,
-                tokens=array("i", output.tokens),
+                tokens=tokens,
                 logprobs=output.logprobs,
                 checksums=output.checksums,
                 digest=step.digest,
@@ -200,14 +215,14 @@ class Worker:
         windows = {config.model.window_of(layer) for layer in range(config.model.num_layers)}
         sampler = Sampler(ops, self._group, partition, config.num_token_ids)
         off = "--no-graphs" if config.no_graphs else ""
-        graphs = GraphPool(self._device, self._group, (self._cache, slots), off)
+        self._graphs = GraphPool(self._device, self._group, (self._cache, slots), off)
         decode = None
         kernels = config.attn == "triton" and "paged_attention" not in config.reference_ops
         if self._device.type == "cuda" and kernels:
             width, rows = config.model.hidden_size, config.max_requests
             buffers = StepBuffers(rows, width, self._dtype, self._device)
             decode = DecodeSteps(
-                model, self._cache, slots, sampler, graphs, buffers, shape, windows
+                model, self._cache, slots, sampler, self._graphs, buffers, shape, windows
             )
         return ModelRunner(
             model,
@@ -215,7 +230,7 @@ class Worker:
             slots,
             BatchBuilder(ops, slots, shape, windows),
             sampler,
-            graphs,
+            self._graphs,
             decode,
             self._tracer,
         )
