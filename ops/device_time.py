@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -125,5 +124,5 @@ def covered_ns(activities: Sequence[Activity]) -> int:
 
 def _median(values: Iterable[int]) -> int:
     """The lower one in the middle; 0 of nothing."""
-    ordered = sorted(values)
-    return statistics.median_low(ordered) if ordered else 0
+    ordered = sorted(values) or [0]
+    return ordered[(len(ordered) - 1) // 2]
