@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-from unisono.workers.protocol import StepPlan
+from unisono.workers.protocol import StepPlan, StepsSeen, WatchSteps
 
 
 class EngineError(Exception):
@@ -142,7 +142,7 @@ class Rerun:
     plan: StepPlan
 
 
-CLIENT_MESSAGES = (Submit, Abort, Stop, Crashed, Rerun)
+CLIENT_MESSAGES = (Submit, Abort, Stop, Crashed, Rerun, WatchSteps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +212,8 @@ class Finished:
     """Prompt tokens that the prefix cache spared it."""
     num_preemptions: int = 0
     """How often it lost its place and was computed again."""
+    waited_s: float = 0.0
+    """Of `total_s`, what the runtime spent waiting for the ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,4 +264,5 @@ ENGINE_EVENTS = (
     Failed,
     Recorded,
     Replayed,
+    StepsSeen,
 )
