@@ -18,6 +18,8 @@ _BLOCK = 64
 """Slots that a program finds a place for."""
 _SCAN = 1024
 """Slots that a program looks at at once."""
+_MOST_COMPARED = 4096
+"""Slots up to which each is compared with all; more are sorted, and looked at so many at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,15 @@ def group_by_expert(ids: Tensor, num_experts: int, height: int) -> Groups:
     assert ids.is_contiguous()
     slots, device = ids.numel(), ids.device
     num_tiles = min(slots, num_experts + slots // height)
-    order = torch.empty(slots, dtype=torch.int32, device=device)
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=device)
+    if slots <= _MOST_COMPARED:
+        order = torch.empty(slots, dtype=torch.int32, device=device)
+        blocks, scan = triton.cdiv(slots, _BLOCK), min(_SCAN, triton.next_power_of_2(slots + 32))
+    else:
+        order = ids.flatten().sort(stable=True).indices.int()
+        blocks, scan = 0, _MOST_COMPARED
     if slots:
-        _group_kernel[(triton.cdiv(slots, _BLOCK) + 1,)](
+        _group_kernel[(blocks + 1,)](
             ids,
             order,
             tiles,
@@ -79,7 +86,7 @@ def group_by_expert(ids: Tensor, num_experts: int, height: int) -> Groups:
             HEIGHT=height,
             BINS=triton.next_power_of_2(num_experts + 1),
             BLOCK=_BLOCK,
-            SCAN=min(_SCAN, triton.next_power_of_2(max(slots, 32))),
+            SCAN=scan,
             num_warps=4,
         )
     return Groups(order, tiles)
@@ -131,7 +138,7 @@ def _group_kernel(
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
 ) -> None:
-    """Every program finds the places of BLOCK slots; the last one cuts the tiles."""
+    """The last program cuts the tiles; the others, if any, find the places of BLOCK slots each."""
     program = tl.program_id(0)
     i = tl.arange(0, SCAN)
     if program < tl.num_programs(0) - 1:

@@ -73,7 +73,14 @@ def test_ties_go_to_the_lower_id_and_nan_takes_the_first() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "chosen", "num_experts", "height"),
-    [(1, 1, 1, 16), (1, 3, 7, 16), (40, 2, 3, 16), (200, 8, 20, 64), (70, 1, 64, 16)],
+    [
+        (1, 1, 1, 16),
+        (1, 3, 7, 16),
+        (40, 2, 3, 16),
+        (200, 8, 20, 64),
+        (70, 1, 64, 16),
+        (2100, 2, 5, 64),
+    ],
 )
 def test_slots_are_grouped_by_expert(
     tokens: int, chosen: int, num_experts: int, height: int
