@@ -510,7 +510,7 @@ def test_mlp_layer(dtype: torch.dtype) -> None:
 # ---------------------------------------------------------------- the model
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2-sliding", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen2-sliding", "qwen3", "qwen3-next"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(request.param)
     write_checkpoint(request.param, directory)
@@ -543,7 +543,8 @@ def test_model_alone_and_in_company(checkpoint: Path, tp: int, dtype: str) -> No
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_model_with_attention_by_the_formula(checkpoint: Path, dtype: str) -> None:
-    """`--attn reference`: close to the tiles, and one answer of its own."""
+    """`--attn reference`: close to the tiles, within a hundredth a layer of bf16 roundings, and one
+    answer of its own."""
     prompts = [random_ids(count, seed=count) for count in (2, 64, 65, 90)]
     engine = LocalEngine(checkpoint, dtype=dtype, attn="reference")
     tiled = LocalEngine(checkpoint, dtype=dtype).prompt_logits(prompts[-1])
@@ -551,7 +552,7 @@ def test_model_with_attention_by_the_formula(checkpoint: Path, dtype: str) -> No
         "logits",
         engine.prompt_logits(prompts[-1]),
         tiled,
-        {"float32": 1e-5, "bfloat16": 0.02}[dtype],
+        {"float32": 1e-5, "bfloat16": 0.01 * engine.config.num_layers}[dtype],
     )
     solo = [engine.generate([prompt], max_tokens=6)[0] for prompt in prompts]
     crowded = LocalEngine(
