@@ -104,6 +104,8 @@ class Answer:
     """How it was computed (`numerics_of`): only answers that agree in it must agree in tokens."""
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed, because an earlier request began with the same."""
+    waited_s: float = 0.0
+    """Of `total_s`, what the runtime spent waiting for the ranks; 0: not known."""
 
     @property
     def token_s(self) -> float:
@@ -115,8 +117,13 @@ class Answer:
     def digest(self) -> str:
         """32 hex digits over `numerics` and the tokens: equal on every machine or something is
         wrong. Text and times are not in it."""
-        tokens = b"".join(token.to_bytes(4, "little") for token in self.token_ids)
-        return hashlib.blake2b(self.numerics.encode() + b"\0" + tokens, digest_size=16).hexdigest()
+        return digest_of(self.token_ids, self.numerics)
+
+
+def digest_of(token_ids: Iterable[int], numerics: str) -> str:
+    """Return 32 hex digits over tokens and how they were computed (`numerics_of`)."""
+    tokens = b"".join(token.to_bytes(4, "little") for token in token_ids)
+    return hashlib.blake2b(numerics.encode() + b"\0" + tokens, digest_size=16).hexdigest()
 
 
 class RequestChannel(Protocol):
@@ -288,15 +295,22 @@ class Answering:
                 if rest:
                     entry.sink(entry.piece(rest))
                 reason = "stop" if entry.search.found else event.reason
-                self._answer(entry, reason, event.first_token_s, event.total_s)
+                times = event.first_token_s, event.total_s, event.waited_s
+                self._answer(entry, reason, *times)
             case Rejected():
                 del self._running[event.request_id]
-                self._answer(entry, "rejected", 0.0, 0.0, event.message)
+                self._answer(entry, "rejected", 0.0, 0.0, error=event.message)
             case _:
                 raise AssertionError(f"the engine sent {type(event).__name__} for a request")
 
     def _answer(
-        self, entry: _Open, reason: str, first_token_s: float, total_s: float, error: str = ""
+        self,
+        entry: _Open,
+        reason: str,
+        first_token_s: float,
+        total_s: float,
+        waited_s: float = 0.0,
+        error: str = "",
     ) -> None:
         entry.sink(
             Answer(
@@ -313,6 +327,7 @@ class Answering:
                 prompt_logprobs=entry.all_prompt_logprobs(),
                 numerics=self._numerics,
                 num_cached_tokens=entry.num_cached_tokens,
+                waited_s=waited_s,
             )
         )
 

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import click
 
-import unisono
-from unisono.launcher.bench_process import BenchPlan, run_bench
-from unisono.launcher.host_report import is_linux
+from unisono.launcher.bench_offline import offline_command
+from unisono.launcher.bench_process import BenchPlan, all_threads, run_bench
+from unisono.launcher.bench_report import WIDTH, Report, output_options, versions, versions_line
+from unisono.launcher.bench_step import step_command
 from unisono.launcher.options import option_spec
-from unisono.launcher.process_table import threads_per_rank
 from unisono.launcher.resolve import check_device, host_facts, resolve_device
 from unisono.models.config import ConfigError
 from unisono.models.shapes import SHAPES
 from unisono.runtime.protocol import EngineError
 from unisono.workers.timings import TIMED_OPS, BenchDone, CaseTime, Machine
 
-WIDTH = 100
 SHAPES_BY_DEFAULT = {"cuda": ("qwen3-0.6b", "qwen3-8b"), "cpu": ("smollm2-135m",)}
 SECONDS = 120.0
 """Cases that have not begun by then are left out."""
@@ -48,8 +44,7 @@ def command() -> None:
     metavar="NAME",
     help="The sizes of this model (qwen3-8b); may be repeated.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object and no table.")
-@click.option("--output", type=click.Path(), help="Write the JSON object to this file too.")
+@output_options
 def ops_command(
     device: str, ops: tuple[str, ...], shapes: tuple[str, ...], as_json: bool, output: str | None
 ) -> int:
@@ -60,32 +55,33 @@ def ops_command(
     1 where a case fails.
     """
     plan = _plan(device, ops, shapes)
-    _check_output(output)
-    facts = _facts()
+    report, made_with = Report(as_json=as_json, output=output), versions()
     times: list[CaseTime] = []
     done: BenchDone | None = None
     for news in run_bench(plan, os.environ):
         lines: Iterator[str] = iter(())
         match news:
             case Machine():
-                facts |= {"machine": dataclasses.asdict(news)}
                 machine = news
-                lines = _header(facts, machine)
+                lines = _header(machine, made_with)
             case CaseTime():
                 lines = _case_lines(news, machine, times[-1] if times else None)
                 times.append(news)
             case BenchDone():
                 done = news
-        if not as_json:
-            for line in lines:
-                click.echo(line)
+        for line in lines:
+            report.line(line)
     assert done is not None
-    result = {**facts, **dataclasses.asdict(done), "cases": [_entry(t, machine) for t in times]}
-    if output is not None:
-        Path(output).write_text(json.dumps(result) + "\n", encoding="utf-8")
-    if done.num_left_out and not as_json:
-        click.echo(f"{done.num_left_out} cases were left out after {plan.seconds:.0f} s")
-    click.echo(json.dumps(result))
+    if done.num_left_out:
+        report.line(f"{done.num_left_out} cases were left out after {plan.seconds:.0f} s")
+    report.end(
+        {
+            **made_with,
+            "machine": dataclasses.asdict(machine),
+            **dataclasses.asdict(done),
+            "cases": [_entry(time, machine) for time in times],
+        }
+    )
     failed = [time for time in times if time.error]
     if failed:
         first = failed[0]
@@ -105,52 +101,26 @@ def _plan(device: str, ops: tuple[str, ...], shapes: tuple[str, ...]) -> BenchPl
     host = host_facts(os.environ)
     kind = resolve_device(device, host)
     check_device(kind, host, 1)
-    cores = len(os.sched_getaffinity(0)) if is_linux() else os.cpu_count() or 1
     return BenchPlan(
         device=kind,
         ops=ops or TIMED_OPS,
         shapes=tuple(dict.fromkeys(shapes)) or SHAPES_BY_DEFAULT[kind],
         seconds=SECONDS,
-        threads=threads_per_rank(os.environ, cores, 1),
+        threads=all_threads(os.environ),
     )
 
 
-def _check_output(output: str | None) -> None:
-    if output is not None and not Path(output).absolute().parent.is_dir():
-        raise ConfigError(f"--output {output}: its directory does not exist")
-
-
-def _facts() -> dict[str, Any]:
-    driver = Path("/sys/module/nvidia/version")
-    return {
-        "unisono": unisono.__version__,
-        "commit": _commit(),
-        "driver": driver.read_text().strip() if driver.exists() else "",
-    }
-
-
-def _commit() -> str:
-    """Of the checkout that this package lies in; empty if that is none."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return ""
-    ask = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
-    try:
-        return subprocess.run(ask, capture_output=True, text=True, timeout=5).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-
-
-def _header(facts: dict[str, Any], machine: Machine) -> Iterator[str]:
-    parts = [f"unisono {facts['unisono']}", facts["commit"] and f"commit {facts['commit']}"]
-    parts += [f"torch {machine.torch}", machine.triton and f"triton {machine.triton}"]
-    parts += [facts["driver"] and f"driver {facts['driver']}"]
+def _header(machine: Machine, made_with: dict[str, str]) -> Iterator[str]:
     yield machine.device
-    yield ", ".join(part for part in parts if part)
+    yield versions_line(made_with)
     yield (
         f"{machine.dtype}; measured: reads {machine.bytes_per_s / 1e12:.3f} TB/s, "
         f"products {machine.flops_per_s / 1e12:.2f} TFLOP/s; {machine.num_cases} cases"
     )
+
+
+command.add_command(step_command)
+command.add_command(offline_command)
 
 
 def _case_lines(time: CaseTime, machine: Machine, before: CaseTime | None) -> Iterator[str]:

@@ -1,15 +1,17 @@
-"""Runs the measuring process of `unisono bench ops` and hands on what it says."""
+"""Runs the measuring process of `unisono bench` and hands on what it says."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from unisono.launcher.cluster import SESSION_VARIABLE
+from unisono.launcher.host_report import is_linux
 from unisono.launcher.private_directory import PrivateDirectory
-from unisono.launcher.process_table import ProcessSpec
+from unisono.launcher.process_table import ProcessSpec, threads_per_rank
 from unisono.launcher.supervisor import Supervisor
 from unisono.runtime.protocol import EngineError
 from unisono.workers.channel import Hub
@@ -26,6 +28,8 @@ BENCH_ENTRY = "unisono.workers.bench:main"
 SILENCE_S = 180.0
 """Longest time without a word: torch is loaded, timed and kernels are compiled meanwhile."""
 _NAME = "bench"
+_SHAPE = "smollm2-135m"
+"""Its sizes make inputs that are larger than caches."""
 _GRACE_S = 2.0
 _WATCH_S = 0.1
 
@@ -68,6 +72,21 @@ def run_bench(
         with Supervisor([spec], _GRACE_S) as processes:
             processes.start()
             yield from _news(hub, processes)
+
+
+def measure_machine(device: str, environ: Mapping[str, str]) -> Machine:
+    """Have `device` (cpu or cuda) measured as `unisono bench ops` does. Raises BenchBroken."""
+    plan = BenchPlan(
+        device=device, ops=(), shapes=(_SHAPE,), seconds=0.0, threads=all_threads(environ)
+    )
+    [machine] = [news for news in run_bench(plan, environ) if isinstance(news, Machine)]
+    return machine
+
+
+def all_threads(environ: Mapping[str, str]) -> int:
+    """CPU threads of a process that has the machine for itself."""
+    cores = len(os.sched_getaffinity(0)) if is_linux() else os.cpu_count() or 1
+    return threads_per_rank(environ, cores, 1)
 
 
 def _news(hub: Hub, processes: Supervisor) -> Iterator[Machine | CaseTime | BenchDone]:

@@ -40,6 +40,7 @@ from unisono.launcher.options import (
     given,
     make_sampling_params,
 )
+from unisono.launcher.roofline import card_here
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import EngineError, EngineReady, RequestRejected, SamplingParams
 from unisono.workers.config import WorkerConfig
@@ -198,8 +199,10 @@ class Chat:
         if answer is None:
             self.console.note("unisono: stopped")
         elif self.ready is not None:
-            ranks = self.conversation.worker.tp
-            self.console.note(closing_line([answer], answer.total_s, self.ready, ranks))
+            worker = self.conversation.worker
+            self.console.note(
+                closing_line([answer], answer.total_s, self.ready, worker, card_here())
+            )
 
     def _write(self, request: Request) -> tuple[str, Answer | None]:
         """Write the answer as it comes; return its text, and None if Ctrl-C stopped it."""

@@ -42,8 +42,10 @@ from unisono.runtime.protocol import (
     Rerun,
     SamplingParams,
     Starting,
+    StepsSeen,
     Stop,
     Submit,
+    WatchSteps,
     WorkerLost,
 )
 from unisono.runtime.sampling_wire import with_seed
@@ -97,6 +99,8 @@ class Engine:
         self._lost: WorkerLost | None = None
         self._is_ready = False
         self._next_id = 0
+        self.seen: list[StepsSeen] = []
+        """What ranks have answered to `watch`, as far as `poll` has met it."""
         self._owner_pid = os.getpid()
 
     def start(self, on_progress: Callable[[Starting], None] | None = None) -> EngineReady:
@@ -166,6 +170,10 @@ class Engine:
                 raise self._broken(f"sent {type(message).__name__} in a replay")
             self._check()
 
+    def watch(self, wanted: WatchSteps) -> None:
+        """Have every rank watch its next steps."""
+        self._send(wanted)
+
     def abort(self, request_id: int) -> None:
         """Forget a request. Events that are already on their way may still arrive."""
         self._send(Abort(request_id=request_id))
@@ -183,6 +191,8 @@ class Engine:
                 match message:
                     case Delta() | Finished() | Rejected():
                         events.append(message)
+                    case StepsSeen():
+                        self.seen.append(message)
                     case _:
                         raise self._broken(f"sent {type(message).__name__} after it was ready")
             if events:
@@ -298,7 +308,7 @@ class Engine:
         self._lost = WorkerLost(f"runtime broke the protocol: {what}")
         return self._lost
 
-    def _send(self, message: Submit | Abort | Rerun) -> None:
+    def _send(self, message: Submit | Abort | Rerun | WatchSteps) -> None:
         assert self._peer is not None, "start the engine first"
         if self._lost is not None:
             return

@@ -34,8 +34,11 @@ from unisono.launcher.options import (
     option_spec,
 )
 from unisono.launcher.prompts import Prompt, gather_prompts, tokenize_prompts
+from unisono.launcher.roofline import ITEM_BYTES, Card, answers_bytes, card_here, floor_s
 from unisono.models.config import ConfigError
+from unisono.models.partition import ModelPartition
 from unisono.runtime.protocol import EngineReady, SamplingParams
+from unisono.workers.config import WorkerConfig
 
 EXIT_REJECTED = 2
 """Some prompt could not be served; the others were."""
@@ -129,7 +132,8 @@ def command(
         with closing(answer_all(engine, tokenizer, requests, params, numerics)) as events:
             answers = show(events, asked, console, as_json=as_json)
         seconds = time.monotonic() - started
-    console.note(closing_line(answers, seconds, ready, prepared.worker.tp))
+    card = card_here() if cluster is None else None
+    console.note(closing_line(answers, seconds, ready, prepared.worker, card))
     return _report_rejected(answers, console)
 
 
@@ -175,16 +179,25 @@ def ready_line(ready: EngineReady, ranks: int) -> str:
     return f"ready: {_count(ranks, 'rank')} on {ready.device}, {', '.join(parts)}{each}"
 
 
-def closing_line(answers: Sequence[Answer], seconds: float, ready: EngineReady, ranks: int) -> str:
-    """Say how fast it was. One prompt: decode speed, its first token apart; many: throughput."""
+def closing_line(
+    answers: Sequence[Answer],
+    seconds: float,
+    ready: EngineReady,
+    worker: WorkerConfig,
+    card: Card | None = None,
+) -> str:
+    """Say how fast it was, and why. One prompt: decoding, its first token apart; many: throughput.
+
+    `card`: what is known of the GPUs; the floor is told of where that is something.
+    """
     served = [answer for answer in answers if answer.token_ids]
-    where = f"({_count(ranks, 'rank')}, {ready.device}, {ready.dtype})"
+    where = f"({_count(worker.tp, 'rank')}, {ready.device}, {ready.dtype})"
     tokens = sum(len(answer.token_ids) for answer in served)
     if not served:
         return f"0 tokens in {seconds:.2f} s {where}"
     cached = sum(answer.num_cached_tokens for answer in served)
     spared = f", {_count(cached, 'prompt token')} cached" if cached else ""
-    first = min(answer.first_token_s for answer in served)
+    first, share = min(answer.first_token_s for answer in served), ""
     if len(answers) > 1:
         amount = f"{_count(tokens, 'token')} of {_count(len(served), 'prompt')}"
         speed = _speed(tokens, seconds)
@@ -192,7 +205,14 @@ def closing_line(answers: Sequence[Answer], seconds: float, ready: EngineReady, 
         seconds = served[0].total_s
         amount = _count(tokens, "token")
         speed = _speed(tokens - 1, seconds - first)
-    return f"{amount} in {seconds:.2f} s: {speed}first token {first:.2f} s{spared} {where}"
+        if speed:
+            speed += _of_floor(served[0], worker, card)
+            share = f" ({_percent(first / seconds)})"
+    waited = _waiting(served)
+    return (
+        f"{amount} in {seconds:.2f} s: {speed}first token {first:.2f} s{share}{spared}{waited} "
+        f"{where}"
+    )
 
 
 def _refuse_logprobs(params: SamplingParams) -> None:
@@ -278,6 +298,29 @@ def _speed(tokens: int, seconds: float) -> str:
     if tokens < 1 or seconds <= 0:
         return ""
     return f"{tokens / seconds:.1f} tok/s, {1000 * seconds / tokens:.1f} ms a token, "
+
+
+def _of_floor(answer: Answer, worker: WorkerConfig, card: Card | None) -> str:
+    """Return "84 % of the floor at 4.3 TB/s, " of one answer alone; "" if no card is known."""
+    if card is None or worker.device != "cuda":
+        return ""
+    partition = ModelPartition.of(worker.model, worker.tp)
+    lengths = [(answer.num_prompt_tokens, len(answer.token_ids))]
+    read = answers_bytes(partition, ITEM_BYTES[worker.dtype], lengths)
+    floor = floor_s(read, card.bandwidth_tb_s * 1e12, share_memory=False)
+    part = _percent(floor / (answer.total_s - answer.first_token_s))
+    return f"{part} of the floor at {card.bandwidth_tb_s:g} TB/s, "
+
+
+def _waiting(served: Sequence[Answer]) -> str:
+    """Say which part of its time the answer that was last in coming waited for the ranks."""
+    last = max(served, key=lambda answer: answer.total_s)
+    part = _percent(last.waited_s / last.total_s)
+    return f", {part} waiting for the ranks" if last.waited_s else ""
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f} %"
 
 
 def _gib(number: int) -> str:

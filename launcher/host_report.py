@@ -87,7 +87,7 @@ def read_host(environ: Mapping[str, str], cores: int, root: Path = Path("/")) ->
         python=platform.python_version(),
         unisono=unisono.__version__,
         libraries=tuple(_library(line) for line in requirements()),
-        cpu=_cpu_model(root),
+        cpu=cpu_model(root),
         cores=cores,
         cpu_quota=_cpu_quota(root),
         omp_num_threads=environ.get("OMP_NUM_THREADS", ""),
@@ -170,7 +170,8 @@ def _memory(root: Path) -> tuple[int, int]:
     return total, available
 
 
-def _cpu_model(root: Path) -> str:
+def cpu_model(root: Path = Path("/")) -> str:
+    """Return the name of the processor."""
     found = re.search(r"^model name\s*:\s*(.+)$", _text(root / "proc/cpuinfo"), re.MULTILINE)
     return found[1].strip() if found else platform.processor() or platform.machine()
 

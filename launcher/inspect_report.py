@@ -6,36 +6,12 @@ import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
+from unisono.launcher.roofline import CARDS, ITEM_BYTES, kv_bytes, state_bytes, weight_bytes
 from unisono.models.config import ModelConfig
 from unisono.models.partition import ModelPartition, legal_rank_counts
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-STATE_ITEM_BYTES = 4
-"""Recurrent states are kept in float32, whatever the dtype of the model."""
 CONTEXT_TOKENS = 1024
 """Tokens already in the KV cache where the decode ceiling is computed."""
-_EMBEDDING = "model.embed_tokens.weight"
-_EXPERTS = ".mlp.experts."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """A memory bandwidth to compare with."""
-
-    name: str
-    bandwidth_tb_s: float
-    """10^12 bytes a second."""
-    source: str
-
-
-CARDS = (
-    Card(name="H200", bandwidth_tb_s=4.8, source="vendor specification"),
-    Card(name="H200, large copy", bandwidth_tb_s=4.3, source="measured"),
-    Card(name="H100 SXM", bandwidth_tb_s=3.35, source="vendor specification"),
-    Card(name="A100 80 GB SXM", bandwidth_tb_s=2.04, source="vendor specification"),
-    Card(name="RTX 4090", bandwidth_tb_s=1.008, source="vendor specification"),
-    Card(name="CPU, 2 channels of DDR5", bandwidth_tb_s=0.08, source="vendor specification"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,18 +105,10 @@ def make_report(
 
 def _share_of(partition: ModelPartition, rank: int, item_bytes: int, context: int) -> RankShare:
     config = partition.config
-    sizes = {spec.name: spec.nbytes(item_bytes) for spec in partition.weights(rank)}
-    # One row of the embedding is read for a token, and the whole table where it is the head too.
-    unread = 0 if config.tie_word_embeddings else sizes[_EMBEDDING]
-    if experts := config.experts:
-        mixture = sum(size for name, size in sizes.items() if _EXPERTS in name)
-        unread += mixture - mixture * experts.num_experts_per_tok // experts.num_experts
     start, stop = partition.kv_heads.ranges[rank]
     kv_per_token = 2 * partition.num_kv_layers * (stop - start) * config.head_dim * item_bytes
-    convolution, rule = partition.state_elements(rank)
-    state = convolution * item_bytes + rule * STATE_ITEM_BYTES
-    state *= sum(config.delta_layers)
-    weights = sum(sizes.values())
+    state = state_bytes(partition, rank, item_bytes)
+    streamed = weight_bytes(partition, rank, item_bytes) + 2 * state
     return RankShare(
         rank=rank,
         query_heads=partition.heads.ranges[rank],
@@ -156,10 +124,10 @@ def _share_of(partition: ModelPartition, rank: int, item_bytes: int, context: in
         key_heads=partition.key_heads.ranges[rank],
         value_heads=partition.value_heads.ranges[rank],
         vocab_rows=partition.vocab.ranges[rank],
-        weight_bytes=weights,
+        weight_bytes=sum(spec.nbytes(item_bytes) for spec in partition.weights(rank)),
         kv_bytes_per_token=kv_per_token,
         state_bytes_per_request=state,
-        streamed_bytes=weights - unread + kv_per_token * context + 2 * state,
+        streamed_bytes=streamed + int(kv_bytes(partition, rank, item_bytes, context)),
     )
 
 

@@ -19,32 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from unisono.models.bench_inputs import NUM_PARTS, Inputs, Sizes
+from unisono.models.bench_hybrid import delta_cases, experts_cases
+from unisono.models.bench_inputs import NUM_PARTS, Case, Inputs, Sizes
 from unisono.models.config import ModelConfig
 from unisono.models.partition import ModelPartition
 from unisono.ops import comm
 from unisono.ops.attention import PAGE, AttentionShape
 from unisono.ops.dispatch import Ops
 from unisono.ops.timing import Call
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One line of the table."""
-
-    op: str
-    """One of `TIMED_OPS` (`workers/timings.py`)."""
-    label: str
-    num_bytes: int
-    """What has to be read and written, once each."""
-    num_flops: int = 0
-    """Of matrix products; 0 where memory alone counts."""
-    ours: Callable[[Inputs, Ops], Sequence[Call]]
-    """Calls to time in turn, on inputs that are not in the cache."""
-    torch: Callable[[Inputs], Sequence[Call]] | None = None
-    """The same of torch alone; made before anything of ours is."""
-    on_host: bool = False
-    """It is the host's time that counts, and nothing is captured."""
 
 
 def cases_of(config: ModelConfig, sizes: Sizes, dtype: torch.dtype) -> Iterator[Case]:
@@ -58,7 +40,8 @@ def cases_of(config: ModelConfig, sizes: Sizes, dtype: torch.dtype) -> Iterator[
     for tokens in sizes.tokens:
         yield from _norms(config, tokens, item)
         yield _rope(config, tokens, item)
-        yield _activation(config, tokens, item)
+        if config.intermediate_size:
+            yield _activation(config, tokens, item)
         yield _embedding(config, tokens, item)
     for keys, requests in sizes.decode:
         yield _attention(config, f"decode {keys} x {requests}", 1, keys, requests, item)
@@ -68,6 +51,10 @@ def cases_of(config: ModelConfig, sizes: Sizes, dtype: torch.dtype) -> Iterator[
     for keys in sizes.prefill:
         yield _attention(config, f"prefill {keys}", keys, keys, 1, item)
     yield _plan(config, *sizes.decode[0])
+    if config.delta is not None:
+        yield from delta_cases(config, config.delta, sizes, item)
+    if config.experts is not None:
+        yield from experts_cases(config, config.experts, sizes, item)
     for rows in sizes.logit_rows:
         yield from _choosing(config.vocab_size, rows)
         yield from _changing(config.vocab_size, rows)
@@ -79,8 +66,15 @@ def _weights(partition: ModelPartition) -> Iterator[tuple[str, int, int]]:
     queries, keys = partition.heads.size(0) * dim, partition.kv_heads.size(0) * dim
     yield "qkv", queries + 2 * keys, config.hidden_size
     yield "o", config.hidden_size, queries
-    yield "gate_up", 2 * partition.mlp.size(0), config.hidden_size
-    yield "down", config.hidden_size, partition.mlp.size(0)
+    if delta := config.delta:
+        values = partition.value_heads.size(0)
+        width = values * delta.value_head_dim
+        mixed = 2 * partition.key_heads.size(0) * delta.key_head_dim + width
+        yield "delta_in", mixed + width + 2 * values, config.hidden_size
+        yield "delta_out", config.hidden_size, width
+    if config.intermediate_size:
+        yield "gate_up", 2 * partition.mlp.size(0), config.hidden_size
+        yield "down", config.hidden_size, partition.mlp.size(0)
     yield "head", partition.vocab.size(0), config.hidden_size
 
 
@@ -115,7 +109,7 @@ def _norms(config: ModelConfig, tokens: int, item: int) -> Iterator[Case]:
 
     def inputs(at: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         parts = at.noise(NUM_PARTS, tokens, width)
-        return parts, parts[0], at.noise(width)
+        return parts, parts[0], at.noise(width, dtype=_norm_dtype(config))
 
     def norm(at: Inputs, ops: Ops) -> list[Call]:
         _, x, weight = inputs(at)
@@ -123,7 +117,8 @@ def _norms(config: ModelConfig, tokens: int, item: int) -> Iterator[Case]:
 
     def torch_norm(at: Inputs) -> list[Call]:
         _, x, weight = inputs(at)
-        return [lambda: F.rms_norm(x, (width,), weight, eps)]
+        narrow = weight.to(x.dtype)
+        return [lambda: F.rms_norm(x, (width,), narrow, eps)]
 
     def add_norm(at: Inputs, ops: Ops) -> list[Call]:
         parts, x, weight = inputs(at)
@@ -131,7 +126,8 @@ def _norms(config: ModelConfig, tokens: int, item: int) -> Iterator[Case]:
 
     def torch_add_norm(at: Inputs) -> list[Call]:
         parts, x, weight = inputs(at)
-        return [lambda: F.rms_norm(x + parts[1], (width,), weight, eps)]
+        narrow = weight.to(x.dtype)
+        return [lambda: F.rms_norm(x + parts[1], (width,), narrow, eps)]
 
     def add(at: Inputs, ops: Ops) -> list[Call]:
         return [partial(_fused(at.device, ops).ordered_sum, inputs(at)[0])]
@@ -146,7 +142,8 @@ def _norms(config: ModelConfig, tokens: int, item: int) -> Iterator[Case]:
 
     def torch_all(at: Inputs) -> list[Call]:
         parts, x, weight = inputs(at)
-        return [lambda: F.rms_norm(parts.sum(0) + x, (width,), weight, eps)]
+        narrow = weight.to(x.dtype)
+        return [lambda: F.rms_norm(parts.sum(0) + x, (width,), narrow, eps)]
 
     for op, moved, ours, torchs in (
         ("rms_norm", 2, norm, torch_norm),
@@ -157,13 +154,19 @@ def _norms(config: ModelConfig, tokens: int, item: int) -> Iterator[Case]:
         yield Case(op=op, label=label, num_bytes=moved * size, ours=ours, torch=torchs)
 
 
+def _norm_dtype(config: ModelConfig) -> torch.dtype | None:
+    """Of a norm's weights; None: the model's."""
+    return torch.float32 if config.zero_centred_norms else None
+
+
 def _rope(config: ModelConfig, tokens: int, item: int) -> Case:
     queries, keys, dim = config.num_heads, config.num_kv_heads, config.head_dim
     rotary = config.rope.rotary_dim
 
     def ours(at: Inputs, ops: Ops) -> list[Call]:
         heads = at.noise(tokens, queries + 2 * keys, dim)
-        norms = at.noise(queries + keys, dim) if config.qk_norm else None
+        kind = _norm_dtype(config)
+        norms = at.noise(queries + keys, dim, dtype=kind) if config.qk_norm else None
         angle = torch.rand(tokens, 1, rotary // 2, device=at.device)
         shape = (-(-tokens // PAGE), keys, PAGE, dim)
         k, v = (torch.empty(shape, dtype=at.dtype, device=at.device) for _ in range(2))

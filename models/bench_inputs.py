@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from unisono.models.config import ModelConfig
 from unisono.ops.attention import PAGE
+from unisono.ops.table import Ops
+from unisono.ops.timing import Call
 
 COLD_BYTES = 160 << 20
 """Bytes that pass between two reads of a weight: three times the cache of an H200."""
@@ -30,6 +32,8 @@ class Sizes:
     verify: tuple[tuple[int, int, int], ...]
     """(queries of a request, its keys, requests)."""
     prefill: tuple[int, ...]
+    most_experts: int = 1 << 30
+    """Of a mixture with more, so many are timed."""
     cold_bytes: int = 0
 
 
@@ -51,6 +55,7 @@ CPU_SIZES = Sizes(
     decode=((1024, 1), (512, 8)),
     verify=((5, 512, 4),),
     prefill=(512,),
+    most_experts=16,
 )
 
 
@@ -104,6 +109,25 @@ class Inputs:
         return torch.full((rows,), value, dtype=torch.float64, device=self.device)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One line of the table."""
+
+    op: str
+    """One of `TIMED_OPS` (`workers/timings.py`)."""
+    label: str
+    num_bytes: int
+    """What has to be read and written, once each."""
+    num_flops: int = 0
+    """Of matrix products; 0 where memory alone counts."""
+    ours: Callable[[Inputs, Ops], Sequence[Call]]
+    """Calls to time in turn, on inputs that are not in the cache."""
+    torch: Callable[[Inputs], Sequence[Call]] | None = None
+    """The same of torch alone; made before anything of ours is."""
+    on_host: bool = False
+    """It is the host's time that counts, and nothing is captured."""
+
+
 def _most_bytes(config: ModelConfig, sizes: Sizes, item: int) -> int:
     """The most that a case takes of the noise."""
     most_copies = 2 if sizes.cold_bytes else 1
@@ -119,5 +143,16 @@ def _most_bytes(config: ModelConfig, sizes: Sizes, item: int) -> int:
         2 * (sizes.cold_bytes + most_copies * pages * config.head_dim * item),
         (NUM_PARTS + 1) * most_tokens * token * item,
         max(sizes.logit_rows) * config.vocab_size * 4,
+        *_hybrid_bytes(config, sizes, most_tokens, item),
     )
     return -(-max(needs) // 16) * 16
+
+
+def _hybrid_bytes(config: ModelConfig, sizes: Sizes, most_tokens: int, item: int) -> Iterator[int]:
+    if delta := config.delta:
+        most_rows = max(count * rows for count, _, rows in sizes.verify)
+        yield 2 * max(most_tokens, most_rows) * delta.conv_channels * item
+    if experts := config.experts:
+        num = min(experts.num_experts, sizes.most_experts)
+        yield num * 2 * experts.width * config.hidden_size * item
+        yield most_tokens * experts.num_experts * item

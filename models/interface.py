@@ -110,9 +110,9 @@ class Model(Protocol):
     def draft(
         self, token_ids: Tensor, hidden: Tensor, batch: ForwardBatch, cache: LayerCache
     ) -> Tensor:
-        """Tokens [T] int64 and the states before them -> states to draft from, [T, hidden]."""
+        """Run pairs of a token and the state before it through the MTP layer, [T, hidden]."""
         ...
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """The same as `logits`, of states that `draft` returned."""
+        """[R, hidden] from `draft` -> fp32 logits [R, this rank's vocabulary rows]."""
         ...

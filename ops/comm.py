@@ -7,6 +7,7 @@ nothing asks a global for its rank.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -36,7 +37,8 @@ class Group:
     """`size` ranks that compute one model together; this process is `rank` of them.
 
     `digest` is a rolling hash over (sequence, collective, number of elements). It is equal on
-    every rank after every step, or the ranks have run different collectives.
+    every rank after every step, or the ranks have run different collectives. `num_met` counts the
+    collectives that this process ran or captured, `met_ns` the nanoseconds that it was in them.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Group:
     ) -> None:
         self.rank = rank
         self.size = size
-        self.digest = 0
+        self.digest = self.num_met = self.met_ns = 0
         self._process_group = process_group
         self._add_parts = add_parts
         self._sequence = 0
@@ -112,12 +114,15 @@ class Group:
         return parts
 
     def _guarded(self, collective: Callable[[], object]) -> None:
+        began = time.perf_counter_ns()
         try:
             collective()
         except RuntimeError as error:
             raise PeerLost(
                 f"collective {self._sequence} failed on rank {self.rank}: {error}"
             ) from error
+        self.num_met += 1
+        self.met_ns += time.perf_counter_ns() - began
 
     def _note(self, kind: str, numel: int) -> None:
         self._sequence += 1

@@ -224,22 +224,21 @@ def run_chunk(
     """A chunk by the chunked form: (o [H, N, V], the state after it).
 
     state [H, V, K], q, k [H, N, K], v [H, N, V], g, beta [H, N, 1], all fp32; an absent token is
-    all zeros. With G the sum of g up to a token and S^T the state:
-    A = strictly lower part of beta_i (k_i . k_j) exp(G_i - G_j),  u = (I + A)^-1 (beta v - beta k
-    exp(G) S),  o = q exp(G) S + lower part of ((q_i . k_j) exp(G_i - G_j)) u,
+    all zeros. With G the sum of g up to a token and S the transpose of the state:
+    A = strictly lower part of beta_i (k_i . k_j) exp(G_i - G_j),
+    u = (I + A)^-1 beta (v - exp(G) k S),
+    o = exp(G) q S + lower part of ((q_i . k_j) exp(G_i - G_j)) u,
     S <- exp(G_last) S + (k exp(G_last - G))^T u.
     """
     total = g.cumsum(1)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
     fading = (total - total.transpose(1, 2)).masked_fill_(later, float("-inf")).exp_()
     fade, last, keys = total.exp(), total[:, -1:], k.transpose(1, 2).contiguous()
-    system = torch.bmm(k * beta, keys).mul_(fading)  # The solver takes its diagonal for ones.
-    right = torch.cat((v * beta, k * (beta * fade)), dim=2)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    value, read = solved.tensor_split((v.shape[2],), dim=2)
     old = state.transpose(1, 2).contiguous()
-    u = value - torch.bmm(read.contiguous(), old)
-    out = torch.bmm(q * fade, old) + torch.bmm(torch.bmm(q, keys).mul_(fading), u)
+    system = torch.bmm(k * beta, keys).mul_(fading)  # The solver takes its diagonal for ones.
+    right = (v - torch.bmm(k, old).mul_(fade)).mul_(beta)
+    u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    out = torch.bmm(q, old).mul_(fade) + torch.bmm(torch.bmm(q, keys).mul_(fading), u)
     added = torch.bmm(u.transpose(1, 2).contiguous(), k * (last - total).exp())
     return out, state * last.exp() + added
 

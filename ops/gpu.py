@@ -7,22 +7,25 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from unisono.ops import delta
 from unisono.ops.kernels import (
     activation,
     attention,
+    delta_plan,
+    delta_rule,
     embedding,
+    experts,
+    gates,
     gumbel,
     linear,
     norm,
     penalties,
     rope_kv,
+    routing,
     sampling,
+    short_conv,
 )
 from unisono.ops.linear import Linear
-from unisono.ops.reference import activation as activation_reference
-from unisono.ops.reference import experts, filters, logprobs, reduce
-from unisono.ops.reference import norm as norm_reference
+from unisono.ops.reference import filters, logprobs, reduce
 from unisono.ops.reference.penalties import penalize
 from unisono.ops.reference.sampling import unpack_keys
 from unisono.ops.table import Ops
@@ -31,25 +34,24 @@ from unisono.ops.table import Ops
 def gpu_ops(device: torch.device) -> Ops:
     """Return the kernels for `device`; every weight's product is proven when it is packed."""
     verdicts: linear.Verdicts = {}
-    pack_linear = partial(_pack_linear, verdicts=verdicts)
     return Ops(
-        pack_linear=pack_linear,
+        pack_linear=partial(_pack_linear, verdicts=verdicts),
         pack_head=partial(linear.pack_head, verdicts=verdicts),
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
-        gated_rms_norm=norm_reference.gated_rms_norm,
+        gated_rms_norm=gates.gated_rms_norm,
         silu_and_mul=activation.silu_and_mul,
-        sigmoid_and_mul=activation_reference.sigmoid_and_mul,
+        sigmoid_and_mul=gates.sigmoid_and_mul,
         rope_and_write_kv=rope_kv.rope_and_write_kv,
         embed_shard=embedding.embed_shard,
         reduce_rows=reduce.reduce_rows,
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
-        plan_delta=partial(delta.plan_delta, device=device),
-        short_conv=delta.short_conv,
-        delta_rule=delta.delta_rule,
-        route_experts=experts.route_experts,
-        pack_experts=partial(experts.pack_experts, pack_linear=pack_linear),
+        plan_delta=partial(delta_plan.plan_delta, device=device),
+        short_conv=short_conv.short_conv,
+        delta_rule=delta_rule.delta_rule,
+        route_experts=routing.route_experts,
+        pack_experts=partial(experts.pack_experts, proofs={}),
         argmax_keys=sampling.argmax_keys,
         unpack_keys=unpack_keys,
         add_noise=gumbel.add_noise,

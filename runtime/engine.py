@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections import deque
+from functools import partial
 
 from unisono.runtime.logprobs import take_prompt_logprobs
 from unisono.runtime.protocol import (
@@ -18,6 +20,7 @@ from unisono.runtime.protocol import (
     Rerun,
     Stop,
     Submit,
+    WatchSteps,
     WorkerLost,
 )
 from unisono.runtime.request import Request
@@ -46,6 +49,7 @@ class Engine:
         self._stopped = False
         self._in_flight: deque[int] = deque()
         self._last_result_s = 0.0
+        self._waited_s, self._wait_began = 0.0, math.inf
         workers.on_silence = self._drain
 
     def run(self) -> None:
@@ -71,8 +75,11 @@ class Engine:
 
     def _take_result(self) -> None:
         """Wait for the oldest step in flight, and pass on what it answered."""
+        self._wait_began = time.monotonic()
         result = self._workers.receive(self._in_flight.popleft())
         now = time.monotonic()
+        self._waited_s += now - self._wait_began
+        self._wait_began = math.inf
         # From result to result, unless the ranks had nothing to do in between.
         seconds = now - self._last_result_s if self._last_result_s else 0.0
         self._last_result_s = now if self._in_flight else 0.0
@@ -99,20 +106,24 @@ class Engine:
                     self._workers.send(plan)
                     tokens = self._workers.receive(plan.step).tokens
                     self._hub.send(client, Replayed(step=plan.step, tokens=tokens))
+                case WatchSteps():
+                    self._workers.on_seen = partial(self._hub.send, client)
+                    self._workers.watch(message)
                 case Crashed(message=text):
                     raise ToldToEnd(text)
                 case _:
                     raise ProtocolError(f"client {client} sent {type(message).__name__}")
 
     def _submit(self, client: str, message: Submit) -> None:
-        room = self._max_model_len - len(message.prompt_ids)
+        room, now = self._max_model_len - len(message.prompt_ids), time.monotonic()
         request = Request(
             client=client,
             request_id=message.request_id,
             prompt_ids=message.prompt_ids,
             params=message.params,
             max_tokens=min(message.params.max_tokens, room),
-            arrived_s=time.monotonic(),
+            arrived_s=now,
+            waited_s=self._waited_s + max(now - self._wait_began, 0.0),
             priority=message.priority,
             checksums=message.checksums,
         )
@@ -150,5 +161,6 @@ class Engine:
                     num_preemptions=request.num_admissions - 1,
                     drafted=request.drafted,
                     accepted=request.accepted,
+                    waited_s=self._waited_s - request.waited_s,
                 ),
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from unisono.workers.protocol import StepPlan, int32s
+from unisono.workers.protocol import StepPlan, StepsSeen, WatchSteps, int32s
 
 
 class EngineError(Exception):
@@ -142,7 +142,7 @@ class Rerun:
     plan: StepPlan
 
 
-CLIENT_MESSAGES = (Submit, Abort, Stop, Crashed, Rerun)
+CLIENT_MESSAGES = (Submit, Abort, Stop, Crashed, Rerun, WatchSteps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +216,8 @@ class Finished:
     """By place in a chain: drafts of it that were checked."""
     accepted: array[int] = field(default_factory=int32s)
     """Those of them that were right, each behind others that were."""
+    waited_s: float = 0.0
+    """Of `total_s`, what the runtime spent waiting for the ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,4 +268,5 @@ ENGINE_EVENTS = (
     Failed,
     Recorded,
     Replayed,
+    StepsSeen,
 )

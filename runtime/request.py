@@ -29,6 +29,8 @@ class Request:
     max_tokens: int
     """The caller's limit, or less where the context ends first."""
     arrived_s: float
+    waited_s: float = 0.0
+    """How long ranks had been waited for, in all, when it arrived."""
     checksums: bool = False
     """Its tokens come with a checksum of their logits."""
     priority: int = 0

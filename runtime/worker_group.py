@@ -19,6 +19,8 @@ from unisono.workers.protocol import (
     Shutdown,
     StepPlan,
     StepResult,
+    StepsSeen,
+    WatchSteps,
 )
 
 _SAME_ON_EVERY_RANK = {
@@ -57,6 +59,8 @@ class WorkerGroup:
         self.recorder = FlightRecorder()
         self.on_silence: Callable[[], None] = lambda: None
         """Called again and again while ranks are awaited that say nothing."""
+        self.on_seen: Callable[[StepsSeen], None] = lambda seen: None
+        """Called with what ranks have seen of steps that they were told to watch."""
         self._hellos: dict[int, Hello] = {}
         self.allocated = Allocate(num_blocks=0)
         """What the ranks were last told to take."""
@@ -116,6 +120,8 @@ class WorkerGroup:
                 case StepResult() as result if step <= result.step <= self._last_sent:
                     self.recorder.result(result)
                     self._results.setdefault(result.step, {})[result.rank] = result
+                case StepsSeen() as seen:
+                    self.on_seen(seen)
                 case other:
                     raise ProtocolError(f"{type(other).__name__} while step {step} is due")
         del self._results[step]
@@ -125,6 +131,10 @@ class WorkerGroup:
                 if getattr(results[rank], name) != getattr(first, name):
                     raise Diverged(f"other {what} than rank 0", rank=rank, phase="step", step=step)
         return first
+
+    def watch(self, wanted: WatchSteps) -> None:
+        """Have every rank watch its next steps."""
+        self._send(wanted)
 
     def check(self) -> None:
         """Raise RankFault if a rank has failed while nothing was due."""
@@ -150,7 +160,7 @@ class WorkerGroup:
         """Have every rank end."""
         self._send(Shutdown())
 
-    def _send(self, message: Allocate | StepPlan | Shutdown) -> None:
+    def _send(self, message: Allocate | StepPlan | WatchSteps | Shutdown) -> None:
         for rank in range(self._num_ranks):
             self._hub.send(f"rank {rank}", message)
 

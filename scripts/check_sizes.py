@@ -34,6 +34,13 @@ BESIDE_THE_CORE = (
     "workers/probes.py",
     "workers/timings.py",
     "workers/tracer.py",
+    # What layers are of: arithmetic on top of parallel layers.
+    "models/layers/attention.py",
+    "models/layers/delta_net.py",
+    "models/layers/experts.py",
+    "models/layers/mlp.py",
+    "models/layers/norm.py",
+    "models/layers/rotary.py",
     # How much memory there is: facts that the core is told.
     "workers/memory.py",
     "workers/profile_run.py",

@@ -61,7 +61,7 @@ def write_copying_mtp(
 
     Behind the tokens of `wrong` the draft is another one than the answer. With `silent` no layer
     writes anything: then the logits of drafts are those of the model but for their last bits, and
-    so are seeded choices of any temperature.
+    in fp32 so are seeded choices of any temperature.
     """
     model = oracle_model(name, seed, tie_word_embeddings=False, **MTP_FIELDS)
     mtp = oracle_mtp(model, seed)

@@ -378,13 +378,27 @@ _DELTA_SHAPES = [
 ]
 
 
-@on_every_backend(("shape", "state_dtype"), _DELTA_SHAPES, quick=[])
+@on_every_backend(
+    ("shape", "state_dtype"),
+    _DELTA_SHAPES,
+    quick=[
+        (delta_rig.Shape(1, 2, 16, 24), torch.float32),
+        (delta_rig.Shape(1, 1, 12, 8, 2), torch.float16),
+    ],
+    compiled=[
+        *_DELTA_SHAPES,
+        (delta_rig.Shape(16, 32, 128, 128), torch.float32),
+        (delta_rig.Shape(4, 12, 128, 128), torch.bfloat16),
+    ],
+)
 def test_delta_rule_in_any_company_and_cut(
     backend: str, dtype: torch.dtype, shape: delta_rig.Shape, state_dtype: torch.dtype
 ) -> None:
     """Outputs and states: a prompt cut anywhere on the grid, an answer cut anywhere, both again
     from a state that was saved, beside others that do as they like."""
     lengths = [(1, 9), (5, 5), (64, 90), (65, 70), (130, 150), (200, 201), (300, 340)]
+    if backend == "interpreter":
+        lengths = [(1, 4), (64, 67), (130, 133)]
     layer = delta_rig.Layer(ops_of(backend), shape, lengths, dtype, state_dtype, device_of(backend))
     whole, states, ends = [], {}, []
     for i, request in enumerate(layer.requests):
@@ -394,7 +408,7 @@ def test_delta_rule_in_any_company_and_cut(
         whole += layer.run([delta_rig.Span(i, 0, len(request), saves)])
         states |= {(i, length): layer.state_of(number) for length, number in saves}
         ends.append(layer.state_of(i + 1))
-    for _ in range(3):
+    for _ in range(1 if backend == "interpreter" else 3):
         answer_in_company(layer, whole, states, ends)
 
 
@@ -433,7 +447,7 @@ def answer_in_company(
 @on_every_backend(
     ("num_experts", "num_chosen", "renormalise"),
     [(6, 2, True), (5, 5, False), (60, 4, True), (512, 10, True)],
-    quick=[],
+    quick=[(6, 2, True), (5, 5, False)],
 )
 def test_route_experts(
     backend: str, dtype: torch.dtype, num_experts: int, num_chosen: int, renormalise: bool
@@ -448,7 +462,8 @@ def test_route_experts(
 @on_every_backend(
     ("num_experts", "num_chosen", "hidden", "width"),
     [(6, 2, 64, 24), (4, 4, 20, 7), (16, 3, 136, 40)],
-    quick=[],
+    quick=[(4, 2, 20, 7)],
+    compiled=[(6, 2, 64, 24), (4, 4, 20, 7), (2, 1, 136, 40), (128, 8, 512, 96)],
 )
 def test_experts(
     backend: str, dtype: torch.dtype, num_experts: int, num_chosen: int, hidden: int, width: int
@@ -495,7 +510,7 @@ def test_mlp_layer(dtype: torch.dtype) -> None:
 # ---------------------------------------------------------------- the model
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2-sliding", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen2-sliding", "qwen3", "qwen3-next"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(request.param)
     write_checkpoint(request.param, directory)
@@ -528,7 +543,8 @@ def test_model_alone_and_in_company(checkpoint: Path, tp: int, dtype: str) -> No
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_model_with_attention_by_the_formula(checkpoint: Path, dtype: str) -> None:
-    """`--attn reference`: close to the tiles, and one answer of its own."""
+    """`--attn reference`: close to the tiles, within a hundredth a layer of bf16 roundings, and one
+    answer of its own."""
     prompts = [random_ids(count, seed=count) for count in (2, 64, 65, 90)]
     engine = LocalEngine(checkpoint, dtype=dtype, attn="reference")
     tiled = LocalEngine(checkpoint, dtype=dtype).prompt_logits(prompts[-1])
@@ -536,7 +552,7 @@ def test_model_with_attention_by_the_formula(checkpoint: Path, dtype: str) -> No
         "logits",
         engine.prompt_logits(prompts[-1]),
         tiled,
-        {"float32": 1e-5, "bfloat16": 0.02}[dtype],
+        {"float32": 1e-5, "bfloat16": 0.01 * engine.config.num_layers}[dtype],
     )
     solo = [engine.generate([prompt], max_tokens=6)[0] for prompt in prompts]
     crowded = LocalEngine(

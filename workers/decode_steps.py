@@ -19,7 +19,7 @@ from unisono.ops.attention import AttentionShape
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
-from unisono.workers.protocol import Phase, Rows
+from unisono.workers.protocol import Rows
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
 from unisono.workers.state_pool import StatePool, caches_of
@@ -56,7 +56,7 @@ class DecodeSteps:
 
     def serves(self, rows: Rows) -> bool:
         """Whether every row decodes, and there are not too many."""
-        return len(rows) <= self._buffers.max_rows and all(p == Phase.DECODE for p in rows.phase)
+        return len(rows) <= self._buffers.max_rows and rows.decode_only
 
     def forward(self, rows: Rows) -> Tensor:
         """Run the model; return the hidden states [rows, width], good until the next step."""

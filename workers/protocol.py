@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
+from unisono.workers.timings import StepsSeen, WatchSteps
+
 
 class Phase(IntEnum):
     """What a row of a step is, as the scheduler says; never guessed from a shape."""
@@ -163,6 +165,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.slot)
 
+    @property
+    def decode_only(self) -> bool:
+        return all(phase == Phase.DECODE for phase in self.phase)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
@@ -218,7 +224,7 @@ class Shutdown:
     """End after the step in flight."""
 
 
-WORKER_COMMANDS = (Allocate, StepPlan, Shutdown)
+WORKER_COMMANDS = (Allocate, StepPlan, WatchSteps, Shutdown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,4 +307,4 @@ class Fault:
     secondary: bool = False
 
 
-WORKER_REPORTS = (Hello, Progress, Loaded, Ready, StepResult, Fault)
+WORKER_REPORTS = (Hello, Progress, Loaded, Ready, StepsSeen, StepResult, Fault)

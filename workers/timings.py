@@ -1,8 +1,14 @@
-"""What the measuring process of `unisono bench ops` is told, and what it answers. Torch-free."""
+"""What is told to whom measures for `unisono bench`, and what they answer. Torch-free.
+
+The measuring process times ops alone; ranks watch their own steps.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from unisono.ops.device_time import DeviceTime as DeviceTime
+from unisono.ops.device_time import Watched as Watched
 
 TIMED_OPS = (
     "linear",
@@ -11,11 +17,18 @@ TIMED_OPS = (
     "add_rms_norm",
     "ordered_sum",
     "ordered_sum_add_rms_norm",
+    "gated_rms_norm",
     "rope_and_write_kv",
     "silu_and_mul",
+    "sigmoid_and_mul",
     "embed_shard",
     "paged_attention",
     "plan_attention",
+    "short_conv",
+    "delta_rule",
+    "plan_delta",
+    "route_experts",
+    "experts",
     "argmax_keys",
     "noisy_argmax_keys",
     "unpack_keys",
@@ -92,3 +105,27 @@ class BenchFailed:
 
 
 BENCH_REPORTS = (Machine, CaseTime, BenchDone, BenchFailed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchSteps:
+    """To ranks: take note of the next steps in which `num_rows` rows decode and nothing else.
+
+    One at a time: it takes the place of one that is not done.
+    """
+
+    num_rows: int
+    skip: int
+    """Such steps that come before."""
+    num_steps: int
+    """At least 1."""
+    traced: bool = False
+    """Record the device's side, on GPUs only; the steps take longer then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsSeen:
+    """A rank's answer to `WatchSteps`, before the result of the last of these steps."""
+
+    rank: int
+    watched: Watched

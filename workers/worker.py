@@ -7,6 +7,8 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape
 from unisono.ops.by_reference import with_references
 from unisono.ops.comm import Group
+from unisono.ops.step_watch import StepWatch
 from unisono.ops.table import Ops
 from unisono.workers import device as devices
 from unisono.workers.batch_builder import BatchBuilder
@@ -56,6 +59,7 @@ from unisono.workers.slot_table import SlotTable
 from unisono.workers.speculator import Speculator
 from unisono.workers.state_pool import StatePool
 from unisono.workers.step_buffers import StepBuffers
+from unisono.workers.timings import StepsSeen, WatchSteps
 from unisono.workers.tracer import Tracer
 from unisono.workers.weight_memory import check_weights, weight_bytes
 
@@ -99,6 +103,8 @@ class Worker:
         )
         self._group: Group
         self._runner: ModelRunner
+        self._graphs: GraphPool
+        self._watch: StepWatch | None = None
         self._tracer: Tracer | None = None
         self._running: deque[_Running] = deque()
 
@@ -157,7 +163,9 @@ class Worker:
                 case StepPlan() as plan:
                     self._report.step = plan.step
                     began = time.perf_counter()
-                    output = self._runner.step(plan)
+                    step = partial(self._runner.step, plan)
+                    watch = self._watch
+                    output = step() if watch is None else watch.launch(plan.step, plan.rows, step)
                     self._running.append(_Running(plan.step, began, output, self._group.digest))
                 case Allocate(num_blocks=num_blocks, num_states=num_states):
                     self._report.enter("take memory")
@@ -166,6 +174,10 @@ class Worker:
                         self._states.allocate(num_states)
                     self._peer.send(Ready(rank=self._rank))
                     self._report.note("step")
+                case WatchSteps() as wanted:
+                    self._watch = StepWatch(
+                        self._device, self._group, self._graphs, **asdict(wanted)
+                    )
                 case Shutdown():
                     return
                 case other:
@@ -187,11 +199,14 @@ class Worker:
         step = self._running.popleft()
         self._report.step = step.number
         output = step.output
+        tokens = array("i", output.tokens)
+        if self._watch is not None and (seen := self._watch.answered(step.number)) is not None:
+            self._peer.send(StepsSeen(rank=self._rank, watched=seen))
         self._peer.send(
             StepResult(
                 rank=self._rank,
                 step=step.number,
-                tokens=array("i", output.tokens),
+                tokens=tokens,
                 logprobs=output.logprobs,
                 checksums=output.checksums,
                 counts=int32s(output.counts),
@@ -228,13 +243,13 @@ class Worker:
         sampler = Sampler(ops, self._group, partition, config.num_token_ids)
         off = "--no-graphs" if config.no_graphs else ""
         owners = [owner for owner in (self._cache, self._states, slots) if owner is not None]
-        graphs = GraphPool(self._device, self._group, owners, off)
+        self._graphs = GraphPool(self._device, self._group, owners, off)
         decode = None
         kernels = config.attn == "triton" and "paged_attention" not in config.reference_ops
         if self._device.type == "cuda" and kernels:
             width, rows = config.model.hidden_size, config.max_requests
             buffers = StepBuffers(rows, width, self._dtype, self._device)
-            owned = (self._cache, slots, sampler, graphs, buffers)
+            owned = (self._cache, slots, sampler, self._graphs, buffers)
             decode = DecodeSteps(model, *owned, shape, windows, self._states, ops.plan_delta)
         builder = BatchBuilder(
             ops,
@@ -251,7 +266,7 @@ class Worker:
             slots,
             builder,
             sampler,
-            graphs,
+            self._graphs,
             decode,
             self._tracer,
             self._states,

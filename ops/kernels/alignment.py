@@ -5,6 +5,7 @@ another order of a row's sum. Kernels that reduce therefore take their pointers 
 are told an alignment that follows from the width alone.
 """
 
+import torch
 from torch import Tensor
 
 _VECTOR_BYTES = 16
@@ -20,3 +21,11 @@ def row_alignment(width: int, *tensors: Tensor) -> int:
     for tensor in tensors:
         assert tensor.data_ptr() % _VECTOR_BYTES == 0, "rows must begin on 16 bytes"
     return _VECTOR_BYTES
+
+
+def with_aligned_rows(x: Tensor, align: int) -> Tensor:
+    """Return x [rows, width], or a copy of it where rows do not begin on `align` bytes."""
+    stride = x.stride(0) if len(x) > 1 else 0
+    if x.data_ptr() % align or stride * x.element_size() % align or x.stride(1) != 1:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

@@ -30,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y = cast(x32 * rsqrt(mean(x32^2) + eps)) * weight * silu(gate), rounded once at the end.
 
-    x, gate [rows, width] of one dtype, to which the normalised value is cast; weight [width] of
+    x, gate [..., width] of one dtype, to which the normalised value is cast; weight [width] of
     that dtype or fp32. The products are taken in fp32.
     """
     normed = _normalised(x, eps).to(x.dtype).float() * weight.float()

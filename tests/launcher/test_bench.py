@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 
 import pytest
 
 from tests.end_to_end import command
-from unisono.launcher.bench import WIDTH, _case_lines, _entry
+from unisono.launcher.bench import _case_lines, _entry
 from unisono.launcher.bench_process import BenchBroken, BenchPlan, run_bench
+from unisono.launcher.bench_report import WIDTH, Report, commit_of
 from unisono.workers.timings import CaseTime, Machine
 
 MACHINE = Machine(
@@ -80,3 +82,28 @@ def test_a_fault_of_the_process_is_told() -> None:
     )
     with pytest.raises(BenchBroken, match="failed in phase 'make inputs'"):
         list(run_bench(plan, {}))
+
+
+def test_what_is_too_long_goes_on_below(capsys) -> None:
+    report = Report(as_json=False, output=None)
+    report.line()
+    report.line("  " + "--load-format-random " * 6)
+    report.line(" 1 kept   as it is")
+    first, second, third, fourth = capsys.readouterr().out.splitlines()
+    assert (first, fourth) == ("", " 1 kept   as it is")
+    assert second == "  " + ("--load-format-random " * 4).rstrip()
+    assert third == "    " + ("--load-format-random " * 2).rstrip()
+
+
+def test_a_commit_says_that_files_were_changed(tmp_path) -> None:
+    assert commit_of(tmp_path) == ""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    (tmp_path / "file").write_text("a")
+    for command_line in (["init", "-q"], ["add", "file"], ["commit", "-qm", "m"]):
+        subprocess.run([*git, *command_line], check=True)
+    commit = commit_of(tmp_path)
+    assert len(commit) == 12
+    (tmp_path / "new").write_text("not part of it")
+    assert commit_of(tmp_path) == commit
+    (tmp_path / "file").write_text("b")
+    assert commit_of(tmp_path) == commit + "+"

@@ -144,7 +144,7 @@ def test_speed_is_shown_on_request(chat):
     code, _, err = chat("--stats", lines=["hello"])
     assert code == 0
     assert err == [
-        "6 tokens in 1.00 s: 10.0 tok/s, 100.0 ms a token, first token 0.50 s "
+        "6 tokens in 1.00 s: 10.0 tok/s, 100.0 ms a token, first token 0.50 s (50 %) "
         "(1 rank, cpu, float32)"
     ]
 

@@ -26,6 +26,8 @@ from unisono.launcher.answering import (
 from unisono.launcher.console import Console
 from unisono.launcher.generate import closing_line, ready_line, show
 from unisono.launcher.prompts import Prompt
+from unisono.launcher.roofline import H200_COPY
+from unisono.models.shapes import SHAPES
 from unisono.runtime.protocol import EngineReady, RequestRejected, SamplingParams, WorkerLost
 from unisono.workers.config import WorkerConfig
 
@@ -60,7 +62,7 @@ def test_one_prompt_streams_and_ends_with_a_closing_line(generate):
     code, out, err = generate("hello é")
     assert (code, out) == (0, "HELLO É\n")
     assert err == [
-        "9 tokens in 1.30 s: 10.0 tok/s, 100.0 ms a token, first token 0.50 s "
+        "9 tokens in 1.30 s: 10.0 tok/s, 100.0 ms a token, first token 0.50 s (38 %) "
         "(1 rank, cpu, float32)"
     ]
     assert FakeEngine.made[0].log == ["enter", "start", "close"]
@@ -326,7 +328,10 @@ READY = EngineReady(
 )
 
 
-def answer(index=0, tokens=256, first=0.41, total=3.1, reason="length", cached=0):
+WORKER = WorkerConfig(model_path="m", model=tiny_model(), tp=2, device="cuda", dtype="bfloat16")
+
+
+def answer(index=0, tokens=256, first=0.41, total=3.1, reason="length", cached=0, waited=0.0):
     return Answer(
         index=index,
         prompt="p",
@@ -337,6 +342,7 @@ def answer(index=0, tokens=256, first=0.41, total=3.1, reason="length", cached=0
         first_token_s=first,
         total_s=total,
         num_cached_tokens=cached,
+        waited_s=waited,
     )
 
 
@@ -346,14 +352,14 @@ def answer(index=0, tokens=256, first=0.41, total=3.1, reason="length", cached=0
         (
             [answer(tokens=270)],
             9.9,
-            "270 tokens in 3.10 s: 100.0 tok/s, 10.0 ms a token, first token 0.41 s",
+            "270 tokens in 3.10 s: 100.0 tok/s, 10.0 ms a token, first token 0.41 s (13 %)",
         ),
         ([answer(tokens=1, total=0.41)], 9.9, "1 token in 0.41 s: first token 0.41 s"),
         (
-            [answer(0, 2, cached=64), answer(1, 1, cached=128)],
+            [answer(0, 2, cached=64, waited=3.0), answer(1, 1, cached=128, total=3.2, waited=2.4)],
             0.5,
             "3 tokens of 2 prompts in 0.50 s: 6.0 tok/s, 166.7 ms a token, first token 0.41 s, "
-            "192 prompt tokens cached",
+            "192 prompt tokens cached, 75 % waiting for the ranks",
         ),
         (
             [answer(0, 1000), answer(1, 500, first=0.2)],
@@ -369,7 +375,20 @@ def answer(index=0, tokens=256, first=0.41, total=3.1, reason="length", cached=0
     ],
 )
 def test_closing_line(answers, seconds, line):
-    assert closing_line(answers, seconds, READY, 2) == f"{line} (2 ranks, cuda, bfloat16)"
+    assert closing_line(answers, seconds, READY, WORKER) == f"{line} (2 ranks, cuda, bfloat16)"
+
+
+def test_the_floor_is_told_of_one_answer_on_a_known_card():
+    """Half of what the card gives: a token reads 15.1 GB of weights, half of them on each rank."""
+    worker = replace(WORKER, model=SHAPES["qwen3-8b"])
+    token_s = 15.14e9 / 2 / (H200_COPY.bandwidth_tb_s * 1e12) / 0.5
+    alone = answer(tokens=101, first=0.1, total=0.1 + 100 * token_s, waited=0.2)
+    line = closing_line([alone], 9.9, READY, worker, H200_COPY)
+    assert "ms a token, 50 % of the floor at 4.3 TB/s, first token 0.10 s (22 %), 44 %" in line
+    on_cpu = replace(worker, device="cpu")
+    assert "floor" not in closing_line([alone], 9.9, READY, on_cpu, H200_COPY)
+    assert "floor" not in closing_line([alone], 9.9, READY, worker)
+    assert "floor" not in closing_line([alone, alone], 9.9, READY, worker, H200_COPY)
 
 
 class Screen(io.StringIO):

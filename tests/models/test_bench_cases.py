@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+import pytest
 import torch
 
 from unisono.models.bench_cases import cases_of
 from unisono.models.bench_inputs import GPU_SIZES, Inputs, Sizes
+from unisono.models.config import DeltaConfig, ExpertsConfig, ModelConfig
 from unisono.models.shapes import SHAPES
 from unisono.ops import dispatch
 from unisono.ops.timing import read_bytes_per_s, seconds_per_call
@@ -29,25 +31,41 @@ TIMED_UNDER_OTHER_NAMES = {
     "pack_linear": "linear",
     "pack_head": "head",
     "reduce_rows": "ordered_sum",
+    "pack_experts": "experts",
 }
+HYBRID = replace(
+    SHAPES["qwen3.5-35b-a3b"],
+    vocab_size=1003,
+    hidden_size=72,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    delta=DeltaConfig(
+        num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=12, conv_width=4
+    ),
+    experts=ExpertsConfig(num_experts=8, num_experts_per_tok=3, width=20),
+)
+CONFIGS = (CONFIG, HYBRID)
 
 
 def test_every_op_of_the_table_has_a_case() -> None:
     """A new field of Ops wants a case in models/bench_cases.py."""
     names = {TIMED_UNDER_OTHER_NAMES.get(f.name, f.name) for f in fields(dispatch.Ops)}
-    timed = {case.op for case in cases_of(CONFIG, TINY, torch.float32)}
+    timed = {case.op for config in CONFIGS for case in cases_of(config, TINY, torch.float32)}
     assert names <= timed
     assert timed == set(TIMED_OPS)
 
 
 @torch.inference_mode()
-def test_every_case_runs_and_torch_computes_the_same() -> None:
-    inputs = Inputs([CONFIG], TINY, CPU, torch.float32)
-    ops = dispatch.resolve(CPU, CONFIG.head_dim)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.family)
+def test_every_case_runs_and_torch_computes_the_same(config: ModelConfig) -> None:
+    inputs = Inputs([config], TINY, CPU, torch.float32)
+    ops = dispatch.resolve(CPU, config.head_dim)
     compared = 0
-    for case in cases_of(CONFIG, TINY, torch.float32):
+    others = ("paged_attention", "argmax_keys", "token_logprobs", "route_experts")
+    for case in cases_of(config, TINY, torch.float32):
         got = next(call() for call in case.ours(inputs, ops))
-        if case.torch is None or case.op in ("paged_attention", "argmax_keys", "token_logprobs"):
+        if case.torch is None or case.op in others:
             continue
         want = next(call() for call in case.torch(inputs))
         got = got[0] if isinstance(got, tuple) else got
@@ -71,6 +89,19 @@ def test_floors_are_those_of_the_sizes() -> None:
     prefill = cases["paged_attention", "prefill 4096"]
     assert prefill.num_flops == 4 * 32 * 128 * (4096 * 4097 // 2)
     assert cases["argmax_keys", "64 x 151936"].num_bytes == 64 * 151936 * 4
+
+
+def test_floors_of_a_hybrid_model() -> None:
+    cases = {
+        (case.op, case.label): case
+        for case in cases_of(SHAPES["qwen3-next-80b-a3b"], GPU_SIZES, torch.bfloat16)
+    }
+    rule = cases["delta_rule", "decode 32 of 32 x 128 x 128"]
+    assert rule.num_bytes == 32 * (2 * 32 * 128 * 128 * 4 + 2 * (8192 + 32 * 128 + 2 * 32))
+    experts = cases["experts", "1 x 10 of 512, 512x2048"]
+    assert experts.num_bytes == 10 * 3 * 512 * 2048 * 2 + 3 * 2048 * 2 + 12 * 10
+    assert experts.num_flops == 2 * 10 * 3 * 512 * 2048
+    assert ("linear", "delta_in 12352x2048, 1") in cases
 
 
 def test_cold_inputs_exceed_the_cache() -> None:

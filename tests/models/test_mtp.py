@@ -193,7 +193,10 @@ def test_a_layer_made_to_copy_drafts_every_answer(name: str, silent: bool, tmp_p
     prompt = random_ids(70)
 
     def run(rank: DraftingRank) -> None:
+        other = rank.forward([prompt[0] + 1, *prompt[1:]])
         hidden, answer = rank.forward(prompt), []
+        # All that was read counts, but for which token is the likeliest; nothing where silent.
+        assert torch.equal(other[-1], hidden[-1]) == silent
         for i in range(40):
             logits = rank.whole(rank.model.logits(hidden[-1:]))
             answer.append(int(logits.argmax()))

@@ -10,7 +10,7 @@ import torch
 
 from tests.closeness import assert_close
 from tests.rig import LocalEngine
-from tests.tiny import CONFIGS, random_ids, write_checkpoint
+from tests.tiny import CONFIGS, HYBRIDS, random_ids, write_checkpoint, write_wrapper
 
 ORACLE = 1e-5
 """Relative rms of fp32 logits against transformers: the same sums in another order."""
@@ -20,7 +20,7 @@ LENGTH = {"llama-dynamic": 96}
 """The dynamic variant is fixed at start for the longest request: compare at that length."""
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
+@pytest.fixture(scope="module", params=sorted(CONFIGS | HYBRIDS))
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, Any]:
@@ -68,10 +68,62 @@ def test_greedy_answers_equal_transformers(model: tuple[str, Path, Any]) -> None
 
 
 def test_bf16_stays_near_fp32(model: tuple[str, Path, Any]) -> None:
-    """bf16 keeps 8 bits: an error of 2^-8 a rounding, some tens of roundings deep."""
-    _, path, oracle = model
+    """bf16 keeps 8 bits: an error of 2^-8 a rounding, some tens of roundings deep.
+
+    Where two experts are nearly as good, a rounding may choose the other one: such tokens, and
+    what comes after them, say something else. So of mixtures the middle one of the errors counts.
+    """
+    name, path, oracle = model
     ids = random_ids(60, oracle.config.vocab_size)
     wide = LocalEngine(path, max_model_len=96).prompt_logits(ids)
     narrow = LocalEngine(path, max_model_len=96, dtype="bfloat16").prompt_logits(ids)
-    assert_close("bf16 logits", narrow, wide, 0.06)
+    if HYBRIDS.get(name, ("", {}))[1].get("num_experts"):
+        errors = (narrow - wide).norm(dim=1) / wide.norm(dim=1)
+        assert errors.median() < 0.06
+    else:
+        assert_close("bf16 logits", narrow, wide, 0.06)
     assert not torch.equal(narrow, wide)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
+def test_the_state_after_every_step_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    """After a prompt that ends inside a chunk, and after each token behind it."""
+    oracle = write_checkpoint(name, tmp_path)
+    prompt = random_ids(70, oracle.config.vocab_size)
+    cache, states = None, []
+    with torch.no_grad():
+        given = torch.tensor([prompt])
+        for _ in range(8):
+            out = oracle(given, cache=cache, use_cache=True)
+            cache = out.cache
+            layers = [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
+            states.append(
+                [
+                    (layer.conv_states[0].clone(), layer.recurrent_states[0].clone())
+                    for layer in layers
+                ]
+            )
+            given = out.logits[:, -1:].argmax(-1)
+    engine = LocalEngine(tmp_path, max_model_len=128, max_in_flight=1, prefix_cache=False)
+    pool = engine.ranks[0].states
+    assert pool is not None
+    seen: list[list[tuple[Any, Any]]] = []
+
+    def note(step: int) -> None:
+        if step:
+            seen.append([(layer.conv[1].clone(), layer.state[1].clone()) for layer in pool.layers])
+
+    engine.generate([prompt], max_tokens=9, before_step=note)
+    for ours, theirs in zip(seen, states, strict=True):
+        for (conv, state), (their_conv, their_state) in zip(ours, theirs, strict=True):
+            width = conv.shape[0]
+            assert_close("inputs of the convolution", conv, their_conv[0, :, -width:].T, ORACLE)
+            assert_close("state", state, their_state[0].transpose(1, 2), ORACLE)
+
+
+def test_a_model_that_can_see_is_the_same_in_text(tmp_path: Path) -> None:
+    oracle = write_wrapper("qwen3.5-moe", tmp_path)
+    ids = random_ids(70, oracle.config.text_config.vocab_size)
+    with torch.no_grad():
+        want = oracle(torch.tensor([ids])).logits[0]
+    assert_close("logits", LocalEngine(tmp_path, tp=2).prompt_logits(ids), want, ORACLE)

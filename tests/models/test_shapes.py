@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from transformers.modeling_layers import MtpModel
 
+from tests.tiny import MTP_FIELDS
 from unisono.models.config import ConfigError, RopeConfig, max_model_len_limit
 from unisono.models.config_reader import read_model_config
 from unisono.models.overlay import overlay_parts
@@ -99,22 +101,29 @@ def test_hybrids_are_what_transformers_builds(
 ) -> None:
     """Its class defaults are those of one published model each; tensors have no memory."""
     classes = "TextConfig" if hasattr(transformers, f"{kind}TextConfig") else "Config"
-    config = getattr(transformers, kind + classes)(**fields)
+    shape = SHAPES[name]
+    config = getattr(transformers, kind + classes)(**fields, **MTP_FIELDS)
     with torch.device("meta"):
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        if shape.num_mtp_layers:
+            mtp = sum(tensor.numel() for tensor in MtpModel(model, 1).layers.parameters())
+            specs = ModelPartition.of(shape, 1, drafts=True).weights(0)
+            assert mtp == sum(s.num_elements for s in specs if s.name.startswith("mtp."))
     assert sum(tensor.numel() for tensor in model.parameters()) == PARAMETERS[name]
     config.save_pretrained(tmp_path)
     written = read_model_config(tmp_path)
     published = {
-        "rope": SHAPES[name].rope,
-        "max_position_embeddings": SHAPES[name].max_position_embeddings,
+        "rope": shape.rope,
+        "max_position_embeddings": shape.max_position_embeddings,
         "dtype": "bfloat16",
-        "bos_token_id": SHAPES[name].bos_token_id,
-        "eos_token_ids": SHAPES[name].eos_token_ids,
+        "bos_token_id": shape.bos_token_id,
+        "eos_token_ids": shape.eos_token_ids,
         # No layer has an MLP of this width.
-        "intermediate_size": SHAPES[name].intermediate_size,
+        "intermediate_size": shape.intermediate_size,
+        # Tensors would say it, and here there are none.
+        "num_mtp_layers": shape.num_mtp_layers,
     }
-    assert replace(written, **published) == SHAPES[name]
+    assert replace(written, **published) == shape
 
 
 def test_llama_3_1_stretches_its_rope() -> None:

@@ -1,0 +1,200 @@
+"""An engine under `unisono bench`: what every command that starts one does with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from unisono.launcher.answering import POLL_S, digest_of
+from unisono.launcher.bench_report import Report, versions, versions_line
+from unisono.launcher.cluster import detect_cluster
+from unisono.launcher.console import Console
+from unisono.launcher.engine_client import Engine
+from unisono.launcher.host_report import cpu_model
+from unisono.launcher.resolve import Prepared, prepare
+from unisono.models.config import ConfigError
+from unisono.models.partition import ModelPartition
+from unisono.runtime.protocol import (
+    Delta,
+    EngineError,
+    EngineReady,
+    Finished,
+    Rejected,
+    SamplingParams,
+)
+from unisono.workers.timings import Machine
+
+OPTIONS = (
+    "tp",
+    "dtype",
+    "device",
+    "attn",
+    "numerics",
+    "load_format",
+    "overlay",
+    "max_step_tokens",
+    "no_graphs",
+    "log_level",
+    "start_timeout_s",
+    "stop_grace_s",
+)
+"""Of the engine. What a workload decides by itself, such as lengths and slots, is no option."""
+
+EXACT = "numerics=exact"
+"""Stands in how answers were computed where one answer is promised."""
+
+Asked = tuple[Sequence[int], SamplingParams]
+"""A prompt and how to answer it."""
+
+
+class AnswersDiffer(EngineError):
+    """What is promised to have one answer had two."""
+
+
+@dataclass(slots=True)
+class Got:
+    """What has come of one request. Times are seconds since the engine received it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+    waited_s: float = 0.0
+    num_preemptions: int = 0
+
+    @property
+    def token_s(self) -> float:
+        """Seconds per token after the first; 0 where there is no second one."""
+        later = len(self.token_ids) - 1
+        return (self.total_s - self.first_token_s) / later if later > 0 else 0.0
+
+
+def prepare_engine(
+    model: str, options: Mapping[str, Any], what: str, legal: Callable[[int], str]
+) -> Prepared:
+    """Resolve everything; raises ConfigError for what a user can get wrong.
+
+    `what` asks for the max_model_len among `options`, which is no option of the user's; `legal`
+    says what to do about it where the model serves less.
+    """
+    cluster = detect_cluster(os.environ)
+    if cluster is not None and cluster.world_size > 1:
+        raise ConfigError(
+            f"unisono bench starts its own ranks, and {cluster.launcher} started this command "
+            f"{cluster.world_size} times: run it alone with --tp {cluster.world_size}"
+        )
+    with Console().fetching() as fetched:
+        prepared = prepare(model, {**options, "max_model_len": 0}, os.environ, None, fetched)
+    if options["max_model_len"] > (limit := prepared.worker.max_model_len):
+        raise ConfigError(f"{what}, and the model's limit is {limit}: {legal(limit)}")
+    return prepare(model, options, os.environ)
+
+
+@contextmanager
+def started(prepared: Prepared) -> Iterator[tuple[Engine, EngineReady]]:
+    """An engine that is ready."""
+    logging.basicConfig(
+        level=prepared.launch.log_level.upper(),
+        format="%(asctime)s launcher %(levelname)s %(message)s",
+    )
+    with Engine(prepared.launch) as engine:
+        with Console().loading() as progress:
+            ready = engine.start(progress)
+        yield engine, ready
+
+
+def serve(
+    engine: Engine,
+    asked: Sequence[Asked],
+    is_enough: Callable[[Sequence[Got]], bool] = lambda answers: False,
+) -> tuple[list[Got], float]:
+    """Submit all requests at once; return what came of them, and the seconds that took.
+
+    Ends with the last answer, or once there `is_enough`, and aborts what is left then. Raises
+    WorkerLost, and EngineError for a request that the engine refuses.
+    """
+    started = time.monotonic()
+    answers = {engine.submit(prompt, params): Got() for prompt, params in asked}
+    got, left = list(answers.values()), set(answers)
+    while left and not is_enough(got):
+        for event in engine.poll(POLL_S):
+            # Of requests aborted before, some tokens may still come.
+            if event.request_id in answers and _take(answers[event.request_id], event):
+                left.discard(event.request_id)
+    seconds = time.monotonic() - started
+    for request_id in left:
+        engine.abort(request_id)
+    return got, seconds
+
+
+def describe(prepared: Prepared, model: str, requests: str) -> dict[str, Any]:
+    """The facts that every result begins with. `requests`: what of them its lines do not say."""
+    worker = prepared.worker
+    weights = " ".join(filter(None, [worker.load_format, worker.overlay]))
+    return {
+        **versions(),
+        "model": model,
+        "workload": f"{requests}, weights {weights}",
+        "tp": worker.tp,
+        "device": worker.device,
+        "dtype": worker.dtype,
+        "attn": worker.attn,
+        "numerics": worker.numerics,
+        "graphs": worker.device == "cuda" and not worker.no_graphs,
+        "max_step_tokens": prepared.launch.runtime.max_step_tokens,
+        "cpu": cpu_model(),
+    }
+
+
+def show_header(report: Report, facts: Mapping[str, Any], machine: Machine) -> None:
+    """Show machine, versions, commit, what is run and how fast memory was seen to be."""
+    device = machine.device
+    ranks = f"{facts['tp']} rank{'s' if facts['tp'] > 1 else ''}"
+    report.line(f"{facts['cpu'] if device == 'cpu' else device}, {ranks}")
+    report.line(versions_line(facts))
+    report.line(
+        f"{facts['model']}: {facts['dtype']}, attention {facts['attn']}, numerics "
+        f"{facts['numerics']}; memory{' of one GPU' if device != 'cpu' else ''} gives "
+        f"{machine.bytes_per_s / 1e9:,.1f} GB/s, measured"
+    )
+
+
+def partition_of(prepared: Prepared) -> ModelPartition:
+    """How the ranks share the model."""
+    return ModelPartition.of(prepared.worker.model, prepared.worker.tp)
+
+
+def digests(answers: Sequence[Sequence[int]], numerics: str) -> dict[str, str]:
+    """One digest of all answers, as `answer.digest` is one of one; and one of the tokens alone."""
+    tokens = [token for answer in answers for token in (len(answer), *answer)]
+    return {"digest": digest_of(tokens, numerics), "tokens": digest_of(tokens, "")}
+
+
+def are_same(runs: Sequence[Sequence[Sequence[int]]]) -> bool:
+    """Whether every request has one answer in all `runs`, of which shorter ones lack the last."""
+    most = max(runs, key=len)
+    return all(answer == other for run in runs for answer, other in zip(run, most, strict=False))
+
+
+def check_same(lines: Sequence[Mapping[str, Any]], numerics: str) -> None:
+    """Raise AnswersDiffer if requests had another answer when they ran again, and may not."""
+    if EXACT in numerics and not all(line["same_answers"] for line in lines):
+        raise AnswersDiffer("the same requests had other answers when they ran again")
+
+
+def _take(answer: Got, event: Delta | Finished | Rejected) -> bool:
+    """Add what has come; True if that was the end."""
+    match event:
+        case Delta():
+            answer.token_ids += event.token_ids
+            return False
+        case Finished():
+            answer.first_token_s, answer.total_s = event.first_token_s, event.total_s
+            answer.waited_s, answer.num_preemptions = event.waited_s, event.num_preemptions
+            return True
+        case Rejected():
+            raise EngineError(f"a request of the benchmark was rejected: {event.message}")

@@ -1,0 +1,210 @@
+"""What `unisono bench step` says of a batch: a line of the table, where the time goes, JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.launcher.bench_report import SHOWN
+from unisono.workers.timings import DeviceTime, Watched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTimes:
+    """Everything that was seen of one batch, at least one round of it."""
+
+    batch: int
+    num_keys: float
+    """That a row may see, on the average of the timed steps."""
+    step_bytes: float
+    """Read in a step by all ranks together."""
+    floor_s: float
+    """Of a step."""
+    rounds: Sequence[Sequence[Watched]]
+    """Of each round what each rank saw."""
+    devices: Sequence[DeviceTime | None] = ()
+    """What was traced of each rank's GPU; empty on a CPU."""
+
+    @property
+    def round_s(self) -> list[float]:
+        """Seconds of a step, on the average of each round; as rank 0 saw it."""
+        return [statistics.fmean(seen[0].period_ns) / 1e9 for seen in self.rounds]
+
+    @property
+    def median_round(self) -> Sequence[Watched]:
+        """The round that everything is told of but captures and eager runs."""
+        return self.rounds[self.round_s.index(self.step_s)]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: the median of the rounds, of two in the middle the quicker."""
+        return statistics.median_low(self.round_s)
+
+    @property
+    def spread(self) -> float:
+        """From the quickest round to the slowest, as a part of the median."""
+        return (max(self.round_s) - min(self.round_s)) / self.step_s
+
+    @property
+    def of_floor(self) -> float:
+        """Which part of a step the floor is."""
+        return self.floor_s / self.step_s
+
+    @property
+    def num_captures(self) -> int:
+        """Of graphs on rank 0, in timed steps."""
+        return sum(seen[0].num_captures for seen in self.rounds)
+
+    @property
+    def eager(self) -> Counter[tuple[str, str]]:
+        """Runs of rank 0 that replayed no graph, by piece of the step and reason."""
+        runs: Counter[tuple[str, str]] = Counter()
+        for seen in self.rounds:
+            runs.update({(piece, reason): count for piece, reason, count in seen[0].eager})
+        return runs
+
+    def host_s(self, rank: int) -> float:
+        """Seconds that the host of `rank` is busy with a step, on the average."""
+        return statistics.fmean(self.median_round[rank].launch_ns) / 1e9
+
+    def per_step(self, rank: int, name: str) -> float:
+        """A number that `rank` counted over a round, for one step."""
+        seen = self.median_round[rank]
+        count: int = getattr(seen, name)
+        return count / len(seen.launch_ns)
+
+    def memory_bytes(self, rank: int) -> int:
+        """The most that `rank` held so far."""
+        return max(seen[rank].memory_bytes for seen in self.rounds)
+
+    def parts_s(self) -> dict[str, float]:
+        """What the seconds of a step are spent on, by rank 0; together they are the whole step.
+
+        A trace stretches the time between kernels: what busy time and the gap to the next step
+        leave of an untraced step is given to the boundaries of kernels. Empty where a GPU was
+        traced in vain.
+        """
+        device = self.devices[0] if self.devices else None
+        if device is None and self.devices:
+            return {}
+        if device is None:
+            # One step more than there are periods: the averages may differ a little.
+            busy = min(self.host_s(0), self.step_s)
+            met = min(self.per_step(0, "collective_ns") / 1e9, busy)
+            between = self.step_s - busy
+            parts = {"computing": busy - met, "collectives": met, "between steps": between}
+        else:
+            busy = min(device.busy_ns / 1e9, self.step_s)
+            gap = min(device.gap_ns / 1e9, self.step_s - busy)
+            met = min(device.collective_ns / 1e9, busy)
+            parts = {
+                "kernels": busy - met,
+                "kernel boundaries": self.step_s - busy - gap,
+                "collectives": met,
+                "between steps": gap,
+            }
+        return {
+            name: seconds for name, seconds in parts.items() if seconds or name != "collectives"
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything by name. `name` and `seconds` are what comparisons go by."""
+        return {
+            "name": f"batch {self.batch}",
+            "seconds": self.step_s,
+            "batch": self.batch,
+            "keys_per_row": round(self.num_keys, 1),
+            "ms_per_step": 1e3 * self.step_s,
+            "rounds_ms": [1e3 * seconds for seconds in self.round_s],
+            "spread": self.spread,
+            "tokens_per_s": self.batch / self.step_s,
+            "bytes_per_token": self.step_bytes / self.batch,
+            "floor_ms": 1e3 * self.floor_s,
+            "of_floor": self.of_floor,
+            "parts_ms": {name: 1e3 * seconds for name, seconds in self.parts_s().items()},
+            "replays_per_step": self.per_step(0, "num_replays"),
+            "captures": self.num_captures,
+            "eager": [[*name, count] for name, count in sorted(self.eager.items())],
+            "ranks": [self._rank_as_json(rank) for rank in range(len(self.rounds[0]))],
+        }
+
+    def _rank_as_json(self, rank: int) -> dict[str, Any]:
+        device = self.devices[rank] if self.devices else None
+        entry: dict[str, Any] = {
+            "host_ms": 1e3 * self.host_s(rank),
+            "memory_bytes": self.memory_bytes(rank),
+            "device": None if device is None else dataclasses.asdict(device),
+        }
+        if not self.devices:
+            entry["collectives_per_step"] = self.per_step(rank, "num_collectives")
+            entry["collective_ms"] = self.per_step(rank, "collective_ns") / 1e6
+        return entry
+
+
+def titles() -> str:
+    """The titles of the table's columns."""
+    return (
+        f"{'batch':>6}{'keys':>7}{'ms/step':>10}{'spread':>8}{'tok/s':>10}{'MB/token':>11}"
+        f"{'floor ms':>10}{'of floor':>10}  digest"
+    )
+
+
+def row_of(times: BatchTimes, digest: str) -> str:
+    """The line of a batch."""
+    return (
+        f"{times.batch:>6}{times.num_keys:>7.0f}{1e3 * times.step_s:>10.3f}{times.spread:>8.1%}"
+        f"{times.batch / times.step_s:>10,.1f}{times.step_bytes / times.batch / 1e6:>11,.1f}"
+        f"{1e3 * times.floor_s:>10.3f}{times.of_floor:>10.0%}  {digest[:SHOWN]}"
+    )
+
+
+def details_of(times: BatchTimes) -> Iterator[str]:
+    """What the ranks saw of a batch."""
+    yield f"batch {times.batch}, rank 0: {_device_text(times)}"
+    sizes = ", ".join(f"{times.memory_bytes(r) / 2**30:.2f}" for r in range(len(times.rounds[0])))
+    yield f"  host {_ms(times.host_s(0))} a step; {_graphs(times)}; peak memory {sizes} GiB"
+
+
+def closing_line(times: BatchTimes) -> str:
+    """Say where the time of a step goes."""
+    what = "a token" if times.batch == 1 else f"a step of {times.batch}"
+    parts = ", ".join(f"{_ms(seconds)} {name}" for name, seconds in times.parts_s().items())
+    cached = " (what is read fits a cache)" if times.of_floor > 1 else ""
+    text = f"{_ms(times.step_s)} {what}, {100 * times.of_floor:.0f} % of the floor{cached}"
+    return f"{text}; {parts}" if parts else text
+
+
+def _device_text(times: BatchTimes) -> str:
+    device = times.devices[0] if times.devices else None
+    if device is not None:
+        met = f" ({device.num_collectives} collective)" if device.num_collectives else ""
+        return (
+            f"traced: busy {_ms(device.busy_ns / 1e9)}, {device.num_kernels} kernels{met}, "
+            f"{device.num_copies} cop{'y' if device.num_copies == 1 else 'ies'}; then a gap of "
+            f"{_ms(device.gap_ns / 1e9)}"
+        )
+    if times.devices:
+        return "the profiler gave no kernels, so they are not measured"
+    num_met = times.per_step(0, "num_collectives")
+    met = f"{num_met:.0f} collectives, waits included; " if num_met else ""
+    return f"{met}kernels and copies are not measured on a CPU"
+
+
+def _graphs(times: BatchTimes) -> str:
+    replays = times.per_step(0, "num_replays")
+    said = [f"{replays:.1f} graph replays a step"] if replays else []
+    if times.num_captures:
+        said.append(f"{times.num_captures} captures, which take their time")
+    pieces: dict[str, list[str]] = {}
+    for (piece, reason), count in sorted(times.eager.items()):
+        pieces.setdefault(reason, []).append(f"{piece} {count}")
+    said += [f"eager: {', '.join(names)} ({reason})" for reason, names in pieces.items()]
+    return ", ".join(said)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.{3 if seconds < 1e-3 else 2}f} ms"

@@ -1,0 +1,141 @@
+"""The bandwidth floor: what decoding reads at least, and how fast memory gives it.
+
+Every step reads every weight once, but of an embedding that is not the head as well only the rows
+of its tokens, and of experts those that one token takes, which all its rows may share; for each of
+its rows it reads the keys and values that the row may see, and reads and writes its recurrent
+state. What else is written, activations and the embedding's rows are left out: the true time is
+never less than the floor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.models.config import ModelConfig
+from unisono.models.partition import ModelPartition
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+STATE_ITEM_BYTES = 4
+"""Of a recurrent state, which is kept in float32 unless --state-dtype says otherwise."""
+_EMBEDDING = "model.embed_tokens.weight"
+_EXPERTS = ".mlp.experts."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A memory bandwidth to compare with."""
+
+    name: str
+    bandwidth_tb_s: float
+    """10^12 bytes a second."""
+    source: str
+
+
+H200_COPY = Card(name="H200, large copy", bandwidth_tb_s=4.3, source="measured")
+CARDS = (
+    Card(name="H200", bandwidth_tb_s=4.8, source="vendor specification"),
+    H200_COPY,
+    Card(name="H100 SXM", bandwidth_tb_s=3.35, source="vendor specification"),
+    Card(name="A100 80 GB SXM", bandwidth_tb_s=2.04, source="vendor specification"),
+    Card(name="RTX 4090", bandwidth_tb_s=1.008, source="vendor specification"),
+    Card(name="CPU, 2 channels of DDR5", bandwidth_tb_s=0.08, source="vendor specification"),
+)
+MEASURED = {"NVIDIA H200": H200_COPY}
+"""What a large copy was seen to reach, by the driver's name of the card."""
+
+
+def weight_bytes(partition: ModelPartition, rank: int, item_bytes: int) -> int:
+    """Bytes of weights that `rank` reads in a step."""
+    config = partition.config
+    sizes = {spec.name: spec.nbytes(item_bytes) for spec in partition.weights(rank)}
+    unread = 0 if config.tie_word_embeddings else sizes[_EMBEDDING]
+    if experts := config.experts:
+        mixture = sum(size for name, size in sizes.items() if _EXPERTS in name)
+        unread += mixture - mixture * experts.num_experts_per_tok // experts.num_experts
+    return sum(sizes.values()) - unread
+
+
+def state_bytes(partition: ModelPartition, rank: int, item_bytes: int) -> int:
+    """Bytes of one request's recurrent state on `rank`, whatever its length."""
+    convolution, rule = partition.state_elements(rank)
+    each = convolution * item_bytes + rule * STATE_ITEM_BYTES
+    return each * sum(partition.config.delta_layers)
+
+
+def kv_bytes(partition: ModelPartition, rank: int, item_bytes: int, num_keys: float) -> float:
+    """Bytes of keys and values that `rank` reads for a row that may see `num_keys` keys."""
+    windows = _windows(partition.config)
+    seen = sum(min(num_keys, window) if window else num_keys for window in windows)
+    return seen * _layer_bytes(partition, rank, item_bytes)
+
+
+def step_bytes(
+    partition: ModelPartition, item_bytes: int, num_rows: int, num_keys: float
+) -> list[float]:
+    """Bytes that each rank reads in a step of `num_rows` rows of `num_keys` keys each."""
+    return [
+        weight_bytes(partition, rank, item_bytes)
+        + num_rows * kv_bytes(partition, rank, item_bytes, num_keys)
+        + num_rows * 2 * state_bytes(partition, rank, item_bytes)
+        for rank in range(partition.ranks)
+    ]
+
+
+def answers_bytes(
+    partition: ModelPartition, item_bytes: int, lengths: Sequence[tuple[int, int]]
+) -> list[float]:
+    """Bytes that each rank reads at least to decode requests of (prompt, answer) tokens.
+
+    The first token of an answer comes with the prompt, which is not counted.
+    """
+    num_steps = max(answer for _, answer in lengths) - 1
+    windows = Counter(_windows(partition.config))
+    num_tokens = sum(answer - 1 for _, answer in lengths)
+    seen = sum(
+        count * (_keys_up_to(prompt + answer - 1, window) - _keys_up_to(prompt, window))
+        for prompt, answer in lengths
+        for window, count in windows.items()
+    )
+    return [
+        num_steps * weight_bytes(partition, rank, item_bytes)
+        + seen * _layer_bytes(partition, rank, item_bytes)
+        + num_tokens * 2 * state_bytes(partition, rank, item_bytes)
+        for rank in range(partition.ranks)
+    ]
+
+
+def floor_s(bytes_of_ranks: list[float], bytes_per_s: float, *, share_memory: bool) -> float:
+    """Seconds until all ranks have read their bytes, each from its own memory unless they share."""
+    read = sum(bytes_of_ranks) if share_memory else max(bytes_of_ranks)
+    return read / bytes_per_s
+
+
+def card_here(root: Path = Path("/")) -> Card | None:
+    """What is known of the GPUs of this host, if all are of one kind that is known."""
+    names = set()
+    for path in root.glob("proc/driver/nvidia/gpus/*/information"):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            label, _, value = line.partition(":")
+            if label.strip() == "Model":
+                names.add(value.strip())
+    return MEASURED.get(names.pop()) if len(names) == 1 else None
+
+
+def _windows(config: ModelConfig) -> list[int]:
+    """Of the layers with a KV cache."""
+    layers = range(config.num_layers)
+    return [config.window_of(layer) for layer in layers if not config.is_delta(layer)]
+
+
+def _layer_bytes(partition: ModelPartition, rank: int, item_bytes: int) -> int:
+    """Of one key and its value on `rank`."""
+    return 2 * partition.kv_heads.size(rank) * partition.config.head_dim * item_bytes
+
+
+def _keys_up_to(last: int, window: int) -> int:
+    """The sum of 1, 2, ..., `last`, each cut to `window` unless that is 0."""
+    short = min(last, window) if window else last
+    return short * (short + 1) // 2 + (last - short) * window

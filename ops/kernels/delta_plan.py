@@ -1,0 +1,105 @@
+"""The plan of a step for the recurrent layers' kernels: which row computes what, on the device.
+
+A record is four int32 numbers, kept as the columns of a [4, rows] tensor: first token in the step,
+position of that token, number of tokens, how many of them are of the prompt. Kernels take rows in
+tiles of CHUNK tokens, counted from the row's first; a prompt's tiles are its chunks, for it begins
+on their grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unisono.ops.delta import CHUNK, DeltaRow, delta_rows
+
+_NOWHERE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaPlan:
+    """What the recurrent layers of one step share; made once a step."""
+
+    records: Tensor  # [4, rows] int32
+    states: Tensor  # [rows] integers
+    tiles: Tensor
+    """[3, tiles] int32: its row, the row's tokens before it, and the number of the state where what
+    is after it is also written, or -1. Those that begin in a prompt come first, row by row."""
+    chunk_rows: Tensor
+    """[2, rows with tokens of a prompt] int32: the row, its first tile."""
+    tail_rows: Tensor
+    """[rows with tokens past the prompt] int32."""
+    num_chunks: int
+    """Tiles that begin in a prompt."""
+    longest: int
+    """Most tokens of a tile."""
+    rows: tuple[DeltaRow, ...] = ()
+    """What the references read; none where only the device knows the rows."""
+
+
+def plan_delta(
+    starts: Sequence[int],
+    counts: Sequence[int],
+    num_prompts: Sequence[int],
+    states: Sequence[int] | Tensor,
+    saves: Sequence[tuple[int, int, int]] = (),
+    *,
+    device: torch.device,
+) -> DeltaPlan:
+    """Lay out the rows of a step, as `plan_delta` of `ops/delta.py`. Copies one int32 tensor to the
+    device, and `states` where it is no tensor there."""
+    rows = tuple(delta_rows(starts, counts, num_prompts, saves))
+    chunks: list[tuple[int, int, int]] = []
+    others: list[tuple[int, int, int]] = []
+    chunk_rows: list[tuple[int, int]] = []
+    for row in rows:
+        if row.num_chunked:
+            chunk_rows.append((row.index, len(chunks)))
+        saved = dict(row.saves)
+        for at in range(0, row.count, CHUNK):
+            tile = (row.index, at, saved.get(at + CHUNK, _NOWHERE))
+            (chunks if at < row.num_chunked else others).append(tile)
+    tails = [row.index for row in rows if row.count > row.num_chunked]
+    records = [(row.first, row.start, row.count, row.num_chunked) for row in rows]
+    tables = [_columns(records, 4), _columns([*chunks, *others], 3), _columns(chunk_rows, 2), tails]
+    packed = torch.tensor([x for table in tables for x in table], dtype=torch.int32)
+    parts = packed.to(device, non_blocking=True).split([len(table) for table in tables])
+    return DeltaPlan(
+        records=parts[0].view(4, -1),
+        states=torch.as_tensor(states).to(device, non_blocking=True),
+        tiles=parts[1].view(3, -1),
+        chunk_rows=parts[2].view(2, -1),
+        tail_rows=parts[3],
+        num_chunks=len(chunks),
+        longest=min(max(counts, default=0), CHUNK),
+        rows=rows,
+    )
+
+
+def plan_records(records: Tensor, states: Tensor, max_count: int) -> DeltaPlan:
+    """Plan a step of at most `max_count` tokens a row, none of a prompt, that the device lays out.
+
+    records [4, rows] int32 as the module says, with 0 in the last place, and states [rows] integers
+    are read when the kernels run. A row may have no tokens. Makes device tensors only, so it can be
+    captured with the launches that use it.
+    """
+    assert 1 <= max_count <= CHUNK, f"{max_count} tokens are no tile"
+    order = torch.arange(records.shape[1], dtype=torch.int32, device=records.device)
+    nothing = torch.zeros_like(order)
+    return DeltaPlan(
+        records=records,
+        states=states,
+        tiles=torch.stack((order, nothing, nothing + _NOWHERE)),
+        chunk_rows=records.new_empty(2, 0),
+        tail_rows=order,
+        num_chunks=0,
+        longest=max_count,
+    )
+
+
+def _columns(table: Sequence[tuple[int, ...]], width: int) -> list[int]:
+    """Column after column."""
+    return [row[column] for column in range(width) for row in table]

@@ -1,0 +1,169 @@
+"""The gated delta rule on the GPU: which kernel serves which tokens, and how it is launched.
+
+Prompts go to `delta_chunks`, what comes after them to `delta_steps`; a row that has both goes
+through both, in that order. No setting below follows from the number of rows or tokens. Reference:
+`ops/reference/delta_rule.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from unisono.ops.delta import CHUNK
+from unisono.ops.kernels.alignment import row_alignment
+from unisono.ops.kernels.delta_chunks import VECTORS, scan_kernel, system_kernel
+from unisono.ops.kernels.delta_plan import DeltaPlan
+from unisono.ops.kernels.delta_steps import step_kernel
+
+PRECISION = "tf32x3"
+"""Of the chunked form's products: three of the tensor core for one, as exact as fp32."""
+_STEP_VALUES, _STEP_WARPS = 8, 1
+"""Values of a program that walks tokens: one warp has 32 numbers of a state a thread, at 128."""
+_SCAN_VALUES, _SCAN_WARPS, _SCAN_STAGES = 16, 4, 2
+"""Values of a program that walks chunks: with more registers run out."""
+_SYSTEM_WARPS = 8
+
+
+def delta_rule(
+    mixed: Tensor,
+    b: Tensor,
+    a: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    plan: DeltaPlan,
+    num_key_heads: int,
+) -> Tensor:
+    """The gated delta rule over the step's tokens; formulas in `ops/delta.py`.
+
+    mixed [T, channels]: [q of all key heads | k of all | v of all value heads], contiguous; b, a
+    [T, H], rows may lie apart; decay = -exp(A_log) and dt_bias [H] fp32, contiguous; state
+    [states, H, V, K] fp32, bf16 or fp16, contiguous, read and written. What it has for a row that
+    begins at position 0 is not read. Returns [T, H, V] in the dtype of `mixed`.
+    """
+    _, heads, value_dim, key_dim = state.shape
+    _check(mixed, b, a, decay, dt_bias, state, num_key_heads)
+    shape = (len(mixed), heads, value_dim)
+    out = torch.empty(shape, dtype=mixed.dtype, device=mixed.device)
+    common = {
+        "KEY_HEADS": num_key_heads,
+        "HEADS": heads,
+        "KEY": key_dim,
+        "VALUE": value_dim,
+        "ALIGN": row_alignment(math.gcd(key_dim, value_dim), mixed, out),
+        "enable_fp_fusion": False,
+    }
+    if plan.num_chunks:
+        _run_chunks(out, (mixed, b, a, decay, dt_bias), state, plan, common)
+    if len(plan.tail_rows):
+        values = min(_STEP_VALUES, triton.next_power_of_2(value_dim))
+        step_kernel[(len(plan.tail_rows), heads, triton.cdiv(value_dim, values))](
+            mixed,
+            b,
+            a,
+            decay,
+            dt_bias,
+            state,
+            out,
+            plan.records,
+            plan.states,
+            plan.tail_rows,
+            plan.records.shape[1],
+            b.stride(0),
+            a.stride(0),
+            key_dim**-0.5,
+            KEY_PAD=triton.next_power_of_2(key_dim),
+            BLOCK_V=values,
+            STATE_ALIGN=row_alignment(key_dim, state),
+            num_warps=_STEP_WARPS,
+            **common,
+        )
+    return out
+
+
+def _run_chunks(
+    out: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    state: Tensor,
+    plan: DeltaPlan,
+    common: dict[str, Any],
+) -> None:
+    mixed, b, a, decay, dt_bias = inputs
+    _, heads, value_dim, key_dim = state.shape
+    num_rows, num_tiles = plan.records.shape[1], plan.tiles.shape[1]
+    shape = (plan.num_chunks, heads, CHUNK, CHUNK)
+    inverse, scores = (torch.empty(shape, dtype=torch.float32, device=out.device) for _ in range(2))
+    vectors = torch.empty(
+        (plan.num_chunks, heads, VECTORS.value, CHUNK), dtype=torch.float32, device=out.device
+    )
+    key_pad = max(16, triton.next_power_of_2(key_dim))
+    system_kernel[(plan.num_chunks, heads)](
+        mixed,
+        b,
+        a,
+        decay,
+        dt_bias,
+        inverse,
+        scores,
+        vectors,
+        plan.records,
+        plan.tiles,
+        num_rows,
+        num_tiles,
+        b.stride(0),
+        a.stride(0),
+        key_dim**-0.5,
+        KEY_PAD=key_pad,
+        PRECISION=PRECISION,
+        num_warps=_SYSTEM_WARPS,
+        **common,
+    )
+    values = max(16, min(_SCAN_VALUES, triton.next_power_of_2(value_dim)))
+    scan_kernel[(plan.chunk_rows.shape[1], heads, triton.cdiv(value_dim, values))](
+        mixed,
+        inverse,
+        scores,
+        vectors,
+        state,
+        out,
+        plan.records,
+        plan.states,
+        plan.tiles,
+        plan.chunk_rows,
+        num_rows,
+        num_tiles,
+        plan.chunk_rows.shape[1],
+        KEY_PAD=key_pad,
+        BLOCK_V=values,
+        STATE_ALIGN=row_alignment(key_dim, state),
+        PRECISION=PRECISION,
+        num_warps=_SCAN_WARPS,
+        num_stages=_SCAN_STAGES,
+        **common,
+    )
+
+
+def _check(
+    mixed: Tensor,
+    b: Tensor,
+    a: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    num_key_heads: int,
+) -> None:
+    _, heads, value_dim, key_dim = state.shape
+    channels = 2 * num_key_heads * key_dim + heads * value_dim
+    assert heads % num_key_heads == 0, f"{heads} value heads of {num_key_heads} key heads"
+    assert mixed.shape == (len(mixed), channels), f"{list(mixed.shape)}, not {channels} channels"
+    assert b.shape == a.shape == (len(mixed), heads)
+    assert decay.shape == dt_bias.shape == (heads,)
+    assert decay.dtype == dt_bias.dtype == torch.float32
+    assert b.stride(1) == a.stride(1) == 1 or heads == 1
+    for tensor in (mixed, decay, dt_bias, state):
+        assert tensor.is_contiguous()

@@ -1,0 +1,85 @@
+"""What decoding reads at least, against sums by hand and token by token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.launcher.fakes import tiny_model
+from unisono.launcher.roofline import (
+    H200_COPY,
+    answers_bytes,
+    card_here,
+    floor_s,
+    kv_bytes,
+    step_bytes,
+    weight_bytes,
+)
+from unisono.models.partition import ModelPartition
+from unisono.models.shapes import SHAPES
+
+
+def partition(name, ranks=1, **changes):
+    return ModelPartition.of(replace(SHAPES[name], **changes), ranks)
+
+
+def test_the_weights_of_a_step():
+    """Qwen3-8B has a head of its own; of 0.6B the embedding is the head and is read whole."""
+    assert weight_bytes(partition("qwen3-8b"), 0, 2) == pytest.approx(15.136e9, rel=1e-4)
+    assert weight_bytes(partition("qwen3-0.6b"), 0, 2) == pytest.approx(1.192e9, rel=1e-3)
+
+
+def test_keys_and_values_of_a_row():
+    """36 layers of 8 heads of 128 channels, keys and values in bfloat16; windows cut layers."""
+    whole = partition("qwen3-8b")
+    assert kv_bytes(whole, 0, 2, 1000) == 36 * 2 * 8 * 128 * 2 * 1000
+    cut = partition("qwen3-8b", sliding_windows=(0, 100) * 18)
+    assert kv_bytes(cut, 0, 2, 1000) == 18 * 2 * 8 * 128 * 2 * 1100
+    assert kv_bytes(partition("qwen3-8b", 2), 1, 2, 1000) == kv_bytes(whole, 0, 2, 1000) / 2
+
+
+def test_a_step_of_many_rows_reads_the_weights_once():
+    whole = partition("qwen3-8b")
+    [one], [many] = step_bytes(whole, 2, 1, 500.5), step_bytes(whole, 2, 32, 500.5)
+    assert many - one == 31 * kv_bytes(whole, 0, 2, 500.5)
+
+
+def test_ranks_share_a_memory_or_have_their_own():
+    assert floor_s([3e9, 1e9], 1e9, share_memory=False) == 3.0
+    assert floor_s([3e9, 1e9], 1e9, share_memory=True) == 4.0
+
+
+lengths = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=4)
+
+
+@given(lengths, st.integers(1, 3), st.sampled_from([(), (0, 5), (3, 40)]))
+def test_answers_read_what_their_steps_read(lengths, ranks, windows):
+    """Step by step: a row is there until its answer ends, and its first token cost no step."""
+    model = ModelPartition.of(tiny_model(sliding_windows=windows), ranks)
+    wanted = [0.0] * ranks
+    for step in range(1, max(answer for _, answer in lengths)):
+        rows = [prompt + step for prompt, answer in lengths if step < answer]
+        for rank in range(ranks):
+            wanted[rank] += weight_bytes(model, rank, 4)
+            wanted[rank] += sum(kv_bytes(model, rank, 4, keys) for keys in rows)
+    assert answers_bytes(model, 4, lengths) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("names", "card"),
+    [
+        (["NVIDIA H200", "NVIDIA H200"], H200_COPY),
+        (["NVIDIA H200", "NVIDIA L4"], None),
+        (["NVIDIA L4"], None),
+        ([], None),
+    ],
+)
+def test_a_card_is_known_by_its_drivers_name(tmp_path, names, card):
+    for number, name in enumerate(names):
+        path = tmp_path / "proc/driver/nvidia/gpus" / f"0000:0{number}:00.0" / "information"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"Model: \t\t {name}\nIRQ:   \t\t 7\nBus Type: \t PCIe\n")
+    assert card_here(tmp_path) == card
