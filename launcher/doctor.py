@@ -102,12 +102,12 @@ def model_fit(name: str, partition: ModelPartition, dtype: str, host: HostReport
     """Compute what a model needs in `dtype`, and whether this host has it."""
     config, item = partition.config, _ITEM_BYTES[dtype]
     ranks = range(partition.ranks)
-    elements = sum(spec.num_elements for rank in ranks for spec in partition.weights(rank))
     # The head is packed in float32, beside the embedding where the two are tied.
     head = config.vocab_size * config.hidden_size * (4 if config.tie_word_embeddings else 4 - item)
-    weights = elements * item + head
+    read = sum(spec.nbytes(item) for rank in ranks for spec in partition.weights(rank))
+    weights = read + head
     heads = sum(partition.kv_heads.size(rank) for rank in ranks)
-    per_token = 2 * config.num_layers * heads * config.head_dim * item
+    per_token = 2 * config.num_kv_layers * heads * config.head_dim * item
     left = host.memory_available - weights
     return ModelFit(
         name=name,
@@ -203,14 +203,25 @@ def _rank_shapes(partition: ModelPartition, dtype: str) -> Iterator[LinearShape]
     config = partition.config
     queries = partition.heads.size(0) * config.head_dim
     keys = partition.kv_heads.size(0) * config.head_dim
-    mlp, hidden = partition.mlp.size(0), config.hidden_size
-    for name, out, width in (
-        ("qkv", queries + 2 * keys, hidden),
+    hidden = config.hidden_size
+    shapes = [
+        ("qkv", queries * (1 + config.attn_output_gate) + 2 * keys, hidden),
         ("o_proj", hidden, queries),
-        ("gate and up", 2 * mlp, hidden),
-        ("down_proj", hidden, mlp),
+    ]
+    if delta := config.delta:
+        values = partition.value_heads.size(0) * delta.value_head_dim
+        mixed = 2 * partition.key_heads.size(0) * delta.key_head_dim + values
+        shapes += [("delta in", mixed + values, hidden), ("delta out", hidden, values)]
+    for name, cut in (
+        ("", partition.mlp),
+        ("expert ", partition.experts),
+        ("shared expert ", partition.shared_expert),
     ):
-        yield LinearShape(name=name, out_features=out, in_features=width, dtype=dtype)
+        if width := cut.size(0):
+            shapes.append((name + "gate and up", 2 * width, hidden))
+            shapes.append((name + "down_proj", hidden, width))
+    for name, out, inner in shapes:
+        yield LinearShape(name=name, out_features=out, in_features=inner, dtype=dtype)
     yield LinearShape(
         name="head", out_features=partition.vocab.size(0), in_features=hidden, dtype="float32"
     )

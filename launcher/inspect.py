@@ -9,85 +9,23 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 
 from unisono.launcher.console import Console
+from unisono.launcher.inspect_report import Report, make_report
 from unisono.launcher.options import config_options, given, make_launch_config
-from unisono.models.config import ModelConfig
-from unisono.models.partition import ModelPartition, legal_rank_counts
+from unisono.models.partition import ModelPartition
 
 OPTIONS = ("tp", "dtype", "max_model_len", "load_format", "overlay")
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CONTEXT_TOKENS = 1024
-"""Tokens already in the KV cache where the decode ceiling is computed."""
 WIDTH = 100
 LEFT = ("rank", "card", "source")
 """Columns of words; the others hold numbers."""
-_EMBEDDING = "model.embed_tokens.weight"
 
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 """Title, names of the columns, rows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """A memory bandwidth to compare with."""
-
-    name: str
-    bandwidth_tb_s: float
-    """10^12 bytes a second."""
-    source: str
-
-
-CARDS = (
-    Card(name="H200", bandwidth_tb_s=4.8, source="vendor specification"),
-    Card(name="H200, large copy", bandwidth_tb_s=4.3, source="measured"),
-    Card(name="H100 SXM", bandwidth_tb_s=3.35, source="vendor specification"),
-    Card(name="A100 80 GB SXM", bandwidth_tb_s=2.04, source="vendor specification"),
-    Card(name="RTX 4090", bandwidth_tb_s=1.008, source="vendor specification"),
-    Card(name="CPU, 2 channels of DDR5", bandwidth_tb_s=0.08, source="vendor specification"),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankShare:
-    """What one rank holds. Ranges are half-open; bytes are in the chosen dtype."""
-
-    rank: int
-    query_heads: tuple[int, int]
-    kv_heads: tuple[int, int]
-    kv_replicated: bool
-    """Another rank holds one of these KV heads too."""
-    mlp_channels: tuple[int, int]
-    vocab_rows: tuple[int, int]
-    weight_bytes: int
-    kv_bytes_per_token: int
-    streamed_bytes: int
-    """Weights and KV that one decode step reads at `CONTEXT_TOKENS`, or the model's length."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Everything `unisono inspect` says; its JSON output has these names."""
-
-    model: str
-    facts: dict[str, Any]
-    tp: int
-    dtype: str
-    max_model_len: int
-    weights_from: str
-    """What the weights are: those of the files, or random, or which parts are."""
-    ranks: tuple[RankShare, ...]
-    weight_bytes: int
-    kv_bytes_per_token: int
-    kv_bytes_of_max_model_len: int
-    legal_rank_counts: tuple[int, ...]
-    context_tokens: int
-    ceilings: tuple[dict[str, Any], ...]
 
 
 @click.command("inspect")
@@ -139,42 +77,6 @@ def command(model: str, as_json: bool, **options: Any) -> int:
     return 0
 
 
-def make_report(
-    name: str,
-    partition: ModelPartition,
-    *,
-    dtype: str,
-    max_model_len: int,
-    weights_from: str = "files",
-) -> Report:
-    """Compute the report from numbers alone."""
-    config = partition.config
-    context = min(CONTEXT_TOKENS, max_model_len)
-    ranks = tuple(
-        _share_of(partition, rank, ITEM_BYTES[dtype], context) for rank in range(partition.ranks)
-    )
-    per_token = sum(share.kv_bytes_per_token for share in ranks)
-    slowest = max(share.streamed_bytes for share in ranks)
-    return Report(
-        model=name,
-        facts=_facts(config),
-        tp=partition.ranks,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        weights_from=weights_from,
-        ranks=ranks,
-        weight_bytes=sum(share.weight_bytes for share in ranks),
-        kv_bytes_per_token=per_token,
-        kv_bytes_of_max_model_len=per_token * max_model_len,
-        legal_rank_counts=legal_rank_counts(config),
-        context_tokens=context,
-        ceilings=tuple(
-            {**dataclasses.asdict(card), "tokens_per_s": card.bandwidth_tb_s * 1e12 / slowest}
-            for card in CARDS
-        ),
-    )
-
-
 def plain_lines(report: Report) -> list[str]:
     """Return the report as text lines of at most `WIDTH` columns."""
     lines = [f"{label:<20}{value}" for label, value in _summary(report)]
@@ -208,61 +110,18 @@ def print_rich(report: Report) -> None:
         console.print(table)
 
 
-def _share_of(partition: ModelPartition, rank: int, item_bytes: int, context: int) -> RankShare:
-    config = partition.config
-    elements = {spec.name: spec.num_elements for spec in partition.weights(rank)}
-    # One row of the embedding is read for a token, and the whole table where it is the head too.
-    table = 0 if config.tie_word_embeddings else elements[_EMBEDDING]
-    start, stop = partition.kv_heads.ranges[rank]
-    kv_per_token = 2 * config.num_layers * (stop - start) * config.head_dim * item_bytes
-    return RankShare(
-        rank=rank,
-        query_heads=partition.heads.ranges[rank],
-        kv_heads=(start, stop),
-        kv_replicated=any(
-            first < stop and start < last
-            for other, (first, last) in enumerate(partition.kv_heads.ranges)
-            if other != rank
-        ),
-        mlp_channels=partition.mlp.ranges[rank],
-        vocab_rows=partition.vocab.ranges[rank],
-        weight_bytes=sum(elements.values()) * item_bytes,
-        kv_bytes_per_token=kv_per_token,
-        streamed_bytes=(sum(elements.values()) - table) * item_bytes + kv_per_token * context,
-    )
-
-
-def _facts(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "family": config.family,
-        "layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "query_heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_position_embeddings,
-        "tied_embeddings": config.tie_word_embeddings,
-        "checkpoint_dtype": config.dtype,
-    }
-
-
 def _summary(report: Report) -> list[tuple[str, str]]:
     facts = report.facts
     return [
         ("model", report.model),
         ("family", f"{facts['family']}, checkpoint in {facts['checkpoint_dtype']}"),
-        (
-            "shape",
-            f"{facts['layers']} layers, hidden {facts['hidden_size']:,}, "
-            f"MLP {facts['intermediate_size']:,}",
-        ),
+        ("shape", _shape(facts)),
         (
             "attention",
             f"{facts['query_heads']} query heads, {facts['kv_heads']} KV heads, "
             f"head_dim {facts['head_dim']}",
         ),
+        *_mixtures(facts),
         (
             "vocabulary",
             f"{facts['vocab_size']:,} rows, head "
@@ -276,8 +135,46 @@ def _summary(report: Report) -> list[tuple[str, str]]:
             f"{_size(report.kv_bytes_per_token)} a token, "
             f"{_size(report.kv_bytes_of_max_model_len)} for {report.max_model_len:,} tokens",
         ),
+        *(
+            [("state", f"{_size(report.state_bytes_per_request)} a request, of any length")]
+            if report.state_bytes_per_request
+            else []
+        ),
         ("legal rank counts", _runs(report.legal_rank_counts)),
     ]
+
+
+def _shape(facts: Mapping[str, Any]) -> str:
+    """Layers by kind, and widths."""
+    layers = f"{facts['layers']} layers"
+    if facts["delta_layers"]:
+        layers += (
+            f" ({facts['delta_layers']} gated delta nets, {facts['attention_layers']} attention)"
+        )
+    mlp = f", MLP {facts['intermediate_size']:,}" * (facts["expert_layers"] < facts["layers"])
+    return f"{layers}, hidden {facts['hidden_size']:,}{mlp}"
+
+
+def _mixtures(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a model may have beside attention and an MLP."""
+    if delta := facts["delta"]:
+        yield (
+            "delta nets",
+            f"{delta['num_value_heads']} value heads of {delta['value_head_dim']}, "
+            f"{delta['num_key_heads']} key heads of {delta['key_head_dim']}, "
+            f"convolution over {delta['conv_width']} tokens",
+        )
+    if experts := facts["experts"]:
+        shared = (
+            f", and one of {experts['shared_width']:,} for all" if experts["shared_width"] else ""
+        )
+        yield (
+            "experts",
+            f"{experts['num_experts_per_tok']} of {experts['num_experts']} a token, each of "
+            f"{experts['width']:,} channels{shared}; in {facts['expert_layers']} layers",
+        )
+    if facts["mtp_layers"]:
+        yield "MTP layers", f"{facts['mtp_layers']} in the checkpoint, not used"
 
 
 def _tables(report: Report) -> list[Table]:
@@ -313,12 +210,14 @@ def _tables(report: Report) -> list[Table]:
         for card in report.ceilings
     ]
     slowest = max(share.streamed_bytes for share in report.ranks)
+    extra = _mixture_shares(report)
     return [
         (
             "Ranks (half-open ranges" + ("; *: also on another rank)" if replicated else ")"),
             header,
             shares,
         ),
+        *([("Delta nets and experts of each rank", *extra)] if extra[1] else []),
         (
             f"Decode ceiling: one request at {report.context_tokens:,} tokens, one card a rank, "
             f"{_size(slowest)} a token on the fullest",
@@ -326,6 +225,26 @@ def _tables(report: Report) -> list[Table]:
             cards,
         ),
     ]
+
+
+def _mixture_shares(report: Report) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows of what only hybrids have; no rows for others."""
+    columns = {
+        "key heads": [_range(share.key_heads) for share in report.ranks],
+        "value heads": [_range(share.value_heads) for share in report.ranks],
+        "state/request": [_size(share.state_bytes_per_request) for share in report.ranks],
+    }
+    if not report.state_bytes_per_request:
+        columns = {}
+    if report.facts["experts"]:
+        columns["expert channels"] = [_range(share.expert_channels) for share in report.ranks]
+        if report.facts["experts"]["shared_width"]:
+            shared = [_range(share.shared_expert_channels) for share in report.ranks]
+            columns["shared expert"] = shared
+    if not columns:
+        return (), []
+    numbers = [str(share.rank) for share in report.ranks]
+    return ("rank", *columns), list(zip(numbers, *columns.values(), strict=True))
 
 
 def _with_random(origin: str, parts: Collection[str]) -> str:
@@ -338,6 +257,8 @@ def _origin(report: Report) -> str:
 
 
 def _range(bounds: tuple[int, int]) -> str:
+    if bounds == (0, 0):
+        return "-"
     return f"{bounds[0]}-{bounds[1]} ({bounds[1] - bounds[0]})"
 
 

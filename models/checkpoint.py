@@ -17,8 +17,8 @@ import torch
 
 from unisono.models.gguf import GgufFile, open_gguf
 from unisono.models.headers import DTYPE_BYTES, read_headers
-from unisono.models.partition import WeightSpec
 from unisono.models.tensor_info import CheckpointError, TensorInfo
+from unisono.models.weight_specs import WeightSpec
 
 _TORCH_DTYPES = {
     "F64": torch.float64,
@@ -47,7 +47,8 @@ class Checkpoint(ABC):
         """Return the stored bytes that reading `spec` takes."""
 
     @abstractmethod
-    def _copy(self, spec: WeightSpec, target: torch.Tensor) -> None: ...
+    def _copy(self, spec: WeightSpec, target: torch.Tensor) -> None:
+        """Write a part that is one range."""
 
     def read(self, spec: WeightSpec) -> torch.Tensor:
         """Return `spec`'s part in memory of its own: CPU, `spec.local_shape`, `dtype_of` it.
@@ -71,7 +72,8 @@ class Checkpoint(ABC):
                 f"{[*target.shape]}"
             )
         with torch.no_grad():
-            self._copy(spec, target)
+            for piece, place in spec.pieces():
+                self._copy(piece, target[place])
         self.bytes_read += self.nbytes(spec)
 
     def _find(self, spec: WeightSpec) -> TensorInfo:

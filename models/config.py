@@ -86,6 +86,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Channels of the MLP; 0 in families that have experts in every layer."""
     num_layers: int
     num_heads: int
     num_kv_heads: int

@@ -8,55 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from unisono.models.config import ConfigError, ModelConfig, RopeConfig
+from unisono.models.config_defaults import DEFAULTS
 from unisono.models.fields import Fields, check_config, head_dim_of
 from unisono.models.gguf_config import read_gguf_config
 from unisono.models.headers import has_safetensors, read_headers, same_bytes
+from unisono.models.hybrid_config import (
+    WITH_DELTA_NETS,
+    num_mtp_layers,
+    text_fields,
+    with_hybrid_fields,
+)
 from unisono.models.registry import family_of
 from unisono.models.tensor_info import TensorInfo
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Stored dtype of a tensor -> its name in a configuration."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Defaults:
-    """What the configuration class of a family assumes where config.json is silent."""
-
-    vocab_size: int
-    intermediate_size: int
-    num_kv_heads: int | None
-    """None: one per query head."""
-    head_dim: int | None
-    """None: hidden_size / heads."""
-    max_position_embeddings: int
-    bos_token_id: int | None = None
-    eos_token_id: int | None = None
-
-
-_QWEN = {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_kv_heads": 32,
-    "max_position_embeddings": 32768,
-}
-_DEFAULTS = {
-    "llama": _Defaults(
-        vocab_size=32000,
-        intermediate_size=11008,
-        num_kv_heads=None,
-        head_dim=None,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
-    "qwen2": _Defaults(head_dim=None, **_QWEN),
-    "qwen3": _Defaults(head_dim=128, **_QWEN),
-}
 
 
 def read_model_config(path: Path, *, use_headers: bool = True) -> ModelConfig:
@@ -76,10 +47,14 @@ def read_model_config(path: Path, *, use_headers: bool = True) -> ModelConfig:
 
 
 def _read_directory(directory: Path, use_headers: bool) -> ModelConfig:
-    fields = Fields(_read_json_object(directory / "config.json"), f"{directory / 'config.json'}")
-    config = _read_fields(fields, _read_generation_config(directory))
+    where = directory / "config.json"
+    top = Fields(_read_json_object(where), str(where))
+    family = family_of(top.text("model_type"), top.texts("architectures") or (), top.where)
+    fields = text_fields(top, family)
+    config = _read_fields(family, fields, _read_generation_config(directory))
     # A directory without weights can still be inspected; loading it is what fails.
     headers = read_headers(directory) if use_headers and has_safetensors(directory) else {}
+    config = replace(config, num_mtp_layers=num_mtp_layers(fields, headers))
     return _settle_dtype(_settle_head(config, headers), fields, headers)
 
 
@@ -98,50 +73,52 @@ def _read_json_object(path: Path) -> Mapping[str, object]:
     return value
 
 
-def _read_fields(fields: Fields, generation: Fields) -> ModelConfig:
+def _read_fields(family: str, fields: Fields, generation: Fields) -> ModelConfig:
     """Everything that config.json itself decides."""
-    family = family_of(fields.text("model_type"), fields.texts("architectures") or (), fields.where)
-    _refuse_unsupported(fields)
-    default = _DEFAULTS[family]
-    hidden = fields.whole("hidden_size", 4096)
-    heads = fields.whole("num_attention_heads", 32)
-    layers = fields.whole("num_hidden_layers", 32)
+    _refuse_unsupported(fields, family)
+    default = DEFAULTS[family]
+    hidden = fields.whole("hidden_size", default.hidden_size)
+    heads = fields.whole("num_attention_heads", default.num_heads)
+    layers = fields.whole("num_hidden_layers", default.num_layers)
     length = fields.whole("max_position_embeddings", default.max_position_embeddings)
     if default.head_dim is None:
         head_dim = head_dim_of(fields, "head_dim", hidden, heads)
     else:
         head_dim = fields.whole("head_dim", default.head_dim)
     attention_bias = family != "qwen2" and fields.flag("attention_bias", False)
-    return check_config(
-        ModelConfig(
-            family=family,
-            vocab_size=fields.whole("vocab_size", default.vocab_size),
-            hidden_size=hidden,
-            intermediate_size=fields.whole("intermediate_size", default.intermediate_size),
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=fields.whole_or_none("num_key_value_heads", default.num_kv_heads) or heads,
-            head_dim=head_dim,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            max_position_embeddings=length,
-            rope=_read_rope(fields, head_dim, length),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            qkv_bias=family == "qwen2" or attention_bias,
-            o_bias=attention_bias,
-            mlp_bias=family == "llama" and fields.flag("mlp_bias", False),
-            qk_norm=family == "qwen3",
-            sliding_windows=_read_windows(fields, family, layers),
-            bos_token_id=_read_bos(fields, default.bos_token_id),
-            eos_token_ids=_read_eos(fields, generation, default.eos_token_id),
-        ),
-        fields.where,
+    config = ModelConfig(
+        family=family,
+        vocab_size=fields.whole("vocab_size", default.vocab_size),
+        hidden_size=hidden,
+        intermediate_size=default.intermediate_size
+        and fields.whole("intermediate_size", default.intermediate_size),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=fields.whole_or_none("num_key_value_heads", default.num_kv_heads) or heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        max_position_embeddings=length,
+        rope=_read_rope(fields, head_dim, length, default.partial_rotary_factor),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        qkv_bias=family == "qwen2" or attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=family == "llama" and fields.flag("mlp_bias", False),
+        qk_norm=family not in ("llama", "qwen2"),
+        sliding_windows=_read_windows(fields, family, layers),
+        bos_token_id=_read_bos(fields, default.bos_token_id),
+        eos_token_ids=_read_eos(fields, generation, default.eos_token_id),
     )
+    return check_config(with_hybrid_fields(config, fields), fields.where)
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    """Refuse what changes the arithmetic and no family here knows."""
+def _refuse_unsupported(fields: Fields, family: str) -> None:
+    """Refuse what changes the arithmetic and the family does not know."""
     if fields.text("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.fault("hidden_act", "legal: silu")
+    if family in WITH_DELTA_NETS:
+        for name, legal in (("attn_output_gate", True), ("use_sliding_window", False)):
+            if fields.flag(name, legal) is not legal:
+                raise fields.fault(name, f"legal for {family}: {str(legal).lower()}")
     for name in ("quantization_config", "compression_config"):
         if fields.values.get(name):
             method = fields.mapping(name).get("quant_method", "unnamed")
@@ -170,13 +147,15 @@ def _read_bos(fields: Fields, default: int | None) -> int | None:
 
 
 def _read_windows(fields: Fields, family: str, layers: int) -> tuple[int, ...]:
-    """Sliding windows of qwen2 and qwen3: only where use_sliding_window says so."""
-    if family == "llama":
+    """Sliding windows of the qwen families: only where use_sliding_window says so."""
+    if family == "llama" or family in WITH_DELTA_NETS:
         return ()
     slides = fields.flag("use_sliding_window", False)
     window = fields.whole_or_none("sliding_window", 4096) if slides else None
     types = fields.texts("layer_types")
-    if types is None:
+    if types is None and family == "qwen3_moe":
+        sliding = [window is not None] * layers
+    elif types is None:
         first = fields.whole("max_window_layers", 28, least=0)
         sliding = [window is not None and layer >= first for layer in range(layers)]
     else:
@@ -193,7 +172,7 @@ def _read_windows(fields: Fields, family: str, layers: int) -> tuple[int, ...]:
     return tuple(window if narrow else 0 for narrow in sliding)
 
 
-def _read_rope(top: Fields, head_dim: int, max_position: int) -> RopeConfig:
+def _read_rope(top: Fields, head_dim: int, max_position: int, default_partial: float) -> RopeConfig:
     """Both spellings: a value in the rope object wins over the top level, then the default."""
     name = "rope_scaling" if top.mapping("rope_scaling") else "rope_parameters"
     rope = Fields(top.mapping(name), f"{top.where}: {name}")
@@ -209,7 +188,7 @@ def _read_rope(top: Fields, head_dim: int, max_position: int) -> RopeConfig:
     theta = (rope if "rope_theta" in rope else top).number("rope_theta", 10000.0)
     source = rope if rope.values.get("partial_rotary_factor") is not None else top
     partial = source.number_or_none("partial_rotary_factor")
-    rotary_dim = int(head_dim * (1.0 if partial is None else partial))
+    rotary_dim = int(head_dim * (default_partial if partial is None else partial))
     plain = RopeConfig(rope_type=rope_type, theta=theta, rotary_dim=rotary_dim)
     if rope_type == "default":
         return plain

@@ -104,6 +104,14 @@ class Fields:
             raise self.fault(name, "it must be a list of strings")
         return tuple(value)
 
+    def wholes(self, name: str) -> tuple[int, ...]:
+        """Return a list of whole numbers of at least 0; empty where it is absent or null."""
+        value = self.values.get(name)
+        found = [] if value is None else value
+        if not isinstance(found, list) or any(type(x) is not int or x < 0 for x in found):
+            raise self.fault(name, "it must be a list of whole numbers")
+        return tuple(found)
+
     def mapping(self, name: str) -> Mapping[str, object]:
         """Return an object; empty where it is absent or null."""
         value = self.values.get(name)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TypeGuard
 
 from unisono.models.gguf import open_gguf
 from unisono.models.partition import ModelPartition
+from unisono.models.registry import FAMILIES
 from unisono.models.tensor_info import CheckpointError, TensorInfo
 
 INDEX = "model.safetensors.index.json"
@@ -45,13 +47,15 @@ _NOT_WEIGHTS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F
 _MAX_HEADER = 100_000_000
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+_FUSED = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 
 
 def read_headers(path: Path) -> dict[str, TensorInfo]:
     """Return every tensor of the checkpoint at `path` (a directory or a GGUF file) by name.
 
-    Names are those of the transformers model ("model.layers.0..."), whatever the file calls them.
-    Raises CheckpointError naming the file and, where there is one, the tensor.
+    Names are those of the transformers model ("model.layers.0..."), whatever the file calls them,
+    with experts one by one where the file has them all in one tensor. Raises CheckpointError
+    naming the file and, where there is one, the tensor.
     """
     if not path.is_dir():
         with open_gguf(path) as gguf:
@@ -72,7 +76,7 @@ def read_headers(path: Path) -> dict[str, TensorInfo]:
             raise CheckpointError(
                 f"{path / place}: holds no tensor {name}, which {INDEX} places there"
             )
-    return _with_usual_prefix(found)
+    return _with_experts_apart(_with_usual_prefix(found))
 
 
 def has_safetensors(directory: Path) -> bool:
@@ -116,13 +120,16 @@ def check_weights(
 ) -> tuple[str, ...]:
     """Check that the checkpoint holds exactly what the ranks read; return the ignored names.
 
-    `ignored` are patterns ("*" for anything); the head of a model whose embedding is the head is
-    ignored too. Raises CheckpointError listing missing, unused and misshapen tensors.
+    `ignored` are patterns ("*" for anything); ignored too are those of the family, and the head of
+    a model whose embedding is the head. Raises CheckpointError listing missing, unused and
+    misshapen tensors.
     """
     config = partition.config
     # Every rank reads the same tensors, each its own part: one rank names them all.
     wanted = {spec.name: spec.shape for spec in partition.weights(0)}
-    patterns = (*ignored, "lm_head.weight") if config.tie_word_embeddings else tuple(ignored)
+    patterns = (*ignored, *FAMILIES[config.family].ignored)
+    if config.tie_word_embeddings:
+        patterns += ("lm_head.weight",)
     spare = [name for name in headers if name not in wanted]
     passed = [name for name in spare if any(fnmatchcase(name, p) for p in patterns)]
     orphans = [name for name in spare if name not in set(passed)]
@@ -294,6 +301,40 @@ def _with_usual_prefix(found: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
             )
         renamed[name] = info
     return renamed
+
+
+def _with_experts_apart(found: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Name each expert's part of a tensor that holds those of all: a part is one run of bytes.
+
+    gate_up_proj is [experts, 2 * channels, hidden], the rows of the gate first; down_proj
+    [experts, hidden, channels].
+    """
+    apart: dict[str, TensorInfo] = {}
+    for name, info in found.items():
+        match = _FUSED.fullmatch(name)
+        parts = {name: info} if match is None else dict(_experts_of(match[1], match[2], info))
+        for part in parts:
+            if part in apart:
+                raise CheckpointError(f"{info.file}: {part} is also a part of {apart[part].name}")
+        apart.update(parts)
+    return apart
+
+
+def _experts_of(prefix: str, kind: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+    projections = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    if len(info.shape) != 3 or info.shape[1] % len(projections) or 0 in info.shape:
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name} has shape {[*info.shape]}; legal: [experts, "
+            f"{'2 * channels, hidden' if kind == 'gate_up_proj' else 'hidden, channels'}]"
+        )
+    num_experts, rows, columns = info.shape
+    shape = (rows // len(projections), columns)
+    size, start = (info.stop - info.start) // (num_experts * len(projections)), info.start
+    for expert in range(num_experts):
+        for name in projections:
+            part = replace(info, shape=shape, start=start, stop=start + size)
+            yield f"{prefix}{expert}.{name}.weight", part
+            start += size
 
 
 def _some(names: list[str]) -> str:

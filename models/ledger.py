@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from unisono.models.partition import WeightSpec
 from unisono.models.tensor_info import CheckpointError
+from unisono.models.weight_specs import WeightSpec
 
 
 class WeightSource(Protocol):

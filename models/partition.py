@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from unisono.models.config import ConfigError, ModelConfig
+from unisono.models.weight_specs import Held, WeightSpec, weight_specs
 
 VOCAB_UNIT = 64
 """Rows of embedding and head are cut in multiples of this, the last shard shorter."""
@@ -51,35 +52,6 @@ class Partition:
         return Partition(self.total * width, tuple((a * width, b * width) for a, b in self.ranges))
 
 
-@dataclass(frozen=True, slots=True)
-class WeightSpec:
-    """One tensor of the checkpoint, and the part of it that one rank reads.
-
-    `dim` is the cut dimension (None: the whole tensor is read) and [start, stop) the rows or
-    columns of this rank in it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int | None = None
-    start: int = 0
-    stop: int = 0
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return tuple(
-            self.stop - self.start if axis == self.dim else size
-            for axis, size in enumerate(self.shape)
-        )
-
-    @property
-    def num_elements(self) -> int:
-        count = 1
-        for size in self.local_shape:
-            count *= size
-        return count
-
-
 def cut_heads(num_heads: int, num_kv_heads: int, ranks: int) -> tuple[Partition, Partition]:
     """Cut attention by KV group; return the partitions of query heads and of KV heads.
 
@@ -100,17 +72,9 @@ def cut_heads(num_heads: int, num_kv_heads: int, ranks: int) -> tuple[Partition,
     return Partition(num_heads, tuple(queries)), Partition(num_kv_heads, tuple(keys))
 
 
-def _mlp_unit(size: int, ranks: int) -> int:
-    """Largest power of two up to 64 that divides `size` and leaves every rank a unit."""
-    unit = 64
-    while unit > 1 and (size % unit or size // unit < ranks):
-        unit //= 2
-    return unit
-
-
 @dataclass(frozen=True, slots=True)
 class ModelPartition:
-    """How one model lies on `ranks` ranks."""
+    """How one model lies on `ranks` ranks. What a model has not is a partition of nothing."""
 
     config: ModelConfig
     ranks: int
@@ -118,6 +82,12 @@ class ModelPartition:
     kv_heads: Partition
     mlp: Partition
     vocab: Partition
+    key_heads: Partition
+    """Of the gated delta nets; as KV heads, replicated where there are fewer than ranks."""
+    value_heads: Partition
+    experts: Partition
+    """Channels of each expert: every rank holds a part of all of them."""
+    shared_expert: Partition
 
     @classmethod
     def of(cls, config: ModelConfig, ranks: int) -> ModelPartition:
@@ -125,10 +95,10 @@ class ModelPartition:
         try:
             return cls._cut(config, ranks)
         except PartitionError:
+            *parts, last = _named_parts(config)
             legal = ", ".join(map(str, legal_rank_counts(config)))
             raise PartitionError(
-                f"tp={ranks}: {config.num_heads} query heads in {config.num_kv_heads} groups and "
-                f"{config.intermediate_size} MLP channels do not leave every rank a part; "
+                f"tp={ranks}: {', '.join(parts)} and {last} do not leave every rank a part; "
                 f"legal rank counts: {legal}"
             ) from None
 
@@ -137,41 +107,38 @@ class ModelPartition:
         if ranks < 1:
             raise PartitionError(f"{ranks} ranks")
         heads, kv_heads = cut_heads(config.num_heads, config.num_kv_heads, ranks)
-        mlp = Partition.even(
-            config.intermediate_size, ranks, _mlp_unit(config.intermediate_size, ranks)
-        )
+        value_heads = key_heads = Partition(0, ((0, 0),) * ranks)
+        if delta := config.delta:
+            value_heads, key_heads = cut_heads(delta.num_value_heads, delta.num_key_heads, ranks)
+        mlp, experts, shared = (_cut_channels(size, ranks) for size in _mlp_sizes(config))
         unit = VOCAB_UNIT if config.vocab_size > VOCAB_UNIT * (ranks - 1) else 1
         return cls(
-            config, ranks, heads, kv_heads, mlp, Partition.even(config.vocab_size, ranks, unit)
+            config=config,
+            ranks=ranks,
+            heads=heads,
+            kv_heads=kv_heads,
+            mlp=mlp,
+            vocab=Partition.even(config.vocab_size, ranks, unit),
+            key_heads=key_heads,
+            value_heads=value_heads,
+            experts=experts,
+            shared_expert=shared,
         )
 
     def weights(self, rank: int) -> Iterator[WeightSpec]:
         """Every tensor that `rank` reads, in the order of the layers."""
-        config = self.config
-        table = (config.vocab_size, config.hidden_size)
-        yield _cut_spec("model.embed_tokens.weight", table, 0, self.vocab, rank)
-        for layer in range(config.num_layers):
-            yield from self._layer_weights(f"model.layers.{layer}.", rank)
-        yield WeightSpec("model.norm.weight", (config.hidden_size,))
-        if not config.tie_word_embeddings:
-            yield _cut_spec("lm_head.weight", table, 0, self.vocab, rank)
+        held = {name: getattr(self, name).ranges[rank] for name in Held._fields}
+        return weight_specs(self.config, Held(**held))
 
-    def _layer_weights(self, prefix: str, rank: int) -> Iterator[WeightSpec]:
-        config, hidden = self.config, self.config.hidden_size
-        query = self.heads.scaled(config.head_dim)
-        key = self.kv_heads.scaled(config.head_dim)
-        yield WeightSpec(prefix + "input_layernorm.weight", (hidden,))
-        attention = prefix + "self_attn."
-        for name, cut in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
-            yield from _column(attention + name, hidden, cut, config.qkv_bias, rank)
-        if config.qk_norm:
-            yield WeightSpec(attention + "q_norm.weight", (config.head_dim,))
-            yield WeightSpec(attention + "k_norm.weight", (config.head_dim,))
-        yield from _row(attention + "o_proj", hidden, query, config.o_bias, rank)
-        yield WeightSpec(prefix + "post_attention_layernorm.weight", (hidden,))
-        for name in ("gate_proj", "up_proj"):
-            yield from _column(prefix + "mlp." + name, hidden, self.mlp, config.mlp_bias, rank)
-        yield from _row(prefix + "mlp.down_proj", hidden, self.mlp, config.mlp_bias, rank)
+    def state_elements(self, rank: int) -> tuple[int, int]:
+        """Numbers of one request's state in one delta net: of its convolution, of its rule."""
+        delta, values = self.config.delta, self.value_heads.size(rank)
+        if delta is None:
+            return 0, 0
+        channels = 2 * self.key_heads.size(rank) * delta.key_head_dim
+        channels += values * delta.value_head_dim
+        state = values * delta.value_head_dim * delta.key_head_dim
+        return channels * (delta.conv_width - 1), state
 
 
 def legal_rank_counts(config: ModelConfig, limit: int = 64) -> tuple[int, ...]:
@@ -186,20 +153,29 @@ def legal_rank_counts(config: ModelConfig, limit: int = 64) -> tuple[int, ...]:
     return tuple(legal)
 
 
-def _cut_spec(name: str, shape: tuple[int, ...], dim: int, cut: Partition, rank: int) -> WeightSpec:
-    start, stop = cut.ranges[rank]
-    return WeightSpec(name, shape, dim, start, stop)
+def _cut_channels(size: int, ranks: int) -> Partition:
+    """Cut in the largest power of two up to 64 that divides `size` and reaches every rank."""
+    unit = 64
+    while unit > 1 and (size % unit or size // unit < ranks):
+        unit //= 2
+    return Partition.even(size, ranks, unit) if size else Partition(0, ((0, 0),) * ranks)
 
 
-def _column(name: str, hidden: int, cut: Partition, bias: bool, rank: int) -> Iterator[WeightSpec]:
-    """Output rows are cut, the bias with them."""
-    yield _cut_spec(name + ".weight", (cut.total, hidden), 0, cut, rank)
-    if bias:
-        yield _cut_spec(name + ".bias", (cut.total,), 0, cut, rank)
+def _mlp_sizes(config: ModelConfig) -> tuple[int, int, int]:
+    """Channels of an MLP, of an expert and of the shared one; 0 where no layer has it."""
+    mixtures = sum(map(config.has_experts, range(config.num_layers)))
+    dense = config.intermediate_size if mixtures < config.num_layers else 0
+    if config.experts is None or not mixtures:
+        return dense, 0, 0
+    return dense, config.experts.width, config.experts.shared_width
 
 
-def _row(name: str, hidden: int, cut: Partition, bias: bool, rank: int) -> Iterator[WeightSpec]:
-    """Input columns are cut; every rank reads the whole bias, added once after the all-reduce."""
-    yield _cut_spec(name + ".weight", (hidden, cut.total), 1, cut, rank)
-    if bias:
-        yield WeightSpec(name + ".bias", (hidden,))
+def _named_parts(config: ModelConfig) -> Iterator[str]:
+    """What is cut, for a message."""
+    yield f"{config.num_heads} query heads in {config.num_kv_heads} groups"
+    if delta := config.delta:
+        yield f"{delta.num_value_heads} value heads in {delta.num_key_heads} groups"
+    names = ("MLP channels", "channels an expert", "channels of the shared expert")
+    for size, name in zip(_mlp_sizes(config), names, strict=True):
+        if size:
+            yield f"{size} {name}"

@@ -16,23 +16,47 @@ from unisono.models.config import ConfigError
 class Family:
     """How one family is named and where its torch model lies."""
 
-    architecture: str
-    """What config.json lists under `architectures`."""
-    gguf: str
-    """What a GGUF file calls `general.architecture`."""
+    architectures: tuple[str, ...]
+    """What config.json lists under `architectures`: one of these."""
+    gguf: str | None = None
+    """What a GGUF file calls `general.architecture`; None: such files are not read."""
     target: str
     """The torch model, as "module:Class"."""
+    model_types: tuple[str, ...] = ()
+    """Other values of `model_type` that mean the same."""
+    ignored: tuple[str, ...] = ()
+    """Patterns of tensors that its checkpoints hold and no rank reads."""
 
 
+_HYBRID = "unisono.models.hybrid:Hybrid"
+_IMAGES = ("model.visual.*", "visual.*")
+"""Of a checkpoint that can see; text is read without."""
+_DRAFTER = "mtp.*"
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        architecture="LlamaForCausalLM", gguf="llama", target="unisono.models.llama:Llama"
+        architectures=("LlamaForCausalLM",), gguf="llama", target="unisono.models.llama:Llama"
     ),
     "qwen2": Family(
-        architecture="Qwen2ForCausalLM", gguf="qwen2", target="unisono.models.llama:Llama"
+        architectures=("Qwen2ForCausalLM",), gguf="qwen2", target="unisono.models.llama:Llama"
     ),
     "qwen3": Family(
-        architecture="Qwen3ForCausalLM", gguf="qwen3", target="unisono.models.llama:Llama"
+        architectures=("Qwen3ForCausalLM",), gguf="qwen3", target="unisono.models.llama:Llama"
+    ),
+    "qwen3_moe": Family(architectures=("Qwen3MoeForCausalLM",), target=_HYBRID),
+    "qwen3_next": Family(
+        architectures=("Qwen3NextForCausalLM",), target=_HYBRID, ignored=(_DRAFTER,)
+    ),
+    "qwen3_5": Family(
+        architectures=("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
+        target=_HYBRID,
+        model_types=("qwen3_5_text",),
+        ignored=(_DRAFTER, *_IMAGES),
+    ),
+    "qwen3_5_moe": Family(
+        architectures=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
+        target=_HYBRID,
+        model_types=("qwen3_5_moe_text",),
+        ignored=(_DRAFTER, *_IMAGES),
     ),
 }
 """Keys are the `model_type` of config.json."""
@@ -44,27 +68,31 @@ def family_of(model_type: str | None, architectures: Sequence[str], where: str) 
     `model_type` decides; the architectures, where listed, must agree with it. Raises ConfigError
     naming what is not supported and what is.
     """
-    named = [key for key, family in FAMILIES.items() if family.architecture in architectures]
+    named = [key for key, family in FAMILIES.items() if {*family.architectures} & {*architectures}]
     if model_type is None:
         model_type = named[0] if named else None
-    if model_type not in FAMILIES:
+    for key, family in FAMILIES.items():
+        if model_type == key or model_type in family.model_types:
+            break
+    else:
         what = f"model_type {model_type!r}" if model_type else f"architectures {[*architectures]}"
         raise ConfigError(f"{where}: {what} is not supported; legal: {', '.join(FAMILIES)}")
-    if architectures and model_type not in named:
+    if architectures and key not in named:
         raise ConfigError(
             f"{where}: architectures {[*architectures]} is not supported for model_type "
-            f"{model_type!r}; legal: {FAMILIES[model_type].architecture}"
+            f"{model_type!r}; legal: {', '.join(family.architectures)}"
         )
-    return model_type
+    return key
 
 
 def family_of_gguf(architecture: object, where: str) -> str:
     """Return the family of a GGUF file's `general.architecture`. Raises ConfigError."""
-    for name, family in FAMILIES.items():
-        if family.gguf == architecture:
-            return name
-    legal = ", ".join(family.gguf for family in FAMILIES.values())
-    raise ConfigError(f"{where}: architecture {architecture!r} is not supported; legal: {legal}")
+    legal = {family.gguf: name for name, family in FAMILIES.items() if family.gguf}
+    if isinstance(architecture, str) and architecture in legal:
+        return legal[architecture]
+    raise ConfigError(
+        f"{where}: architecture {architecture!r} is not supported; legal: {', '.join(legal)}"
+    )
 
 
 def model_class(family: str) -> type:

@@ -20,10 +20,22 @@ class OutOfMemory(RuntimeError):
 
 
 def block_bytes(partition: ModelPartition, rank: int, dtype: torch.dtype) -> int:
-    """Bytes of one KV block on `rank`, all layers, keys and values."""
+    """Bytes of one KV block on `rank`, all layers with attention, keys and values."""
     config = partition.config
-    per_token = 2 * config.num_layers * partition.kv_heads.size(rank) * config.head_dim
+    per_token = 2 * config.num_kv_layers * partition.kv_heads.size(rank) * config.head_dim
     return per_token * BLOCK_SIZE * dtype.itemsize
+
+
+def state_bytes(
+    partition: ModelPartition, rank: int, dtype: torch.dtype, state_dtype: torch.dtype
+) -> int:
+    """Bytes of one request's recurrent state on `rank`, all gated delta nets; 0 without any.
+
+    The inputs of the convolution are kept in the model's `dtype`.
+    """
+    convolution, rule = partition.state_elements(rank)
+    each = convolution * dtype.itemsize + rule * state_dtype.itemsize
+    return sum(partition.config.delta_layers) * each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

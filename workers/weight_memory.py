@@ -13,7 +13,7 @@ from unisono.workers.memory import OutOfMemory, gib
 
 def weight_bytes(partition: ModelPartition, rank: int, dtype: torch.dtype, kind: str) -> int:
     """Bytes that the weights of `rank` take once they are packed for `kind`, cpu or cuda."""
-    total = sum(spec.num_elements for spec in partition.weights(rank)) * dtype.itemsize
+    total = sum(spec.nbytes(dtype.itemsize) for spec in partition.weights(rank))
     if kind == "cpu":
         # The head is packed in float32, beside the embedding where the two are tied.
         config = partition.config

@@ -22,9 +22,16 @@ class _Linear:
         self.bias: Tensor | None = build.empty(out_features) if bias else None
         self._product: Linear | None = None
 
-    def pack(self) -> None:
-        """Hand the loaded weight to the device's format and drop the plain copy."""
+    def pack(self, order: Tensor | None = None) -> None:
+        """Hand the loaded weight to the device's format and drop the plain copy.
+
+        `order` [O] int64: which of the loaded rows each row of the product is.
+        """
         assert self.weight is not None
+        if order is not None:
+            order = order.to(self.weight.device)
+            self.weight = self.weight[order]
+            self.bias = None if self.bias is None else self.bias[order]
         self._product = self._build.ops.pack_linear(self.weight, self._local_bias())
         self.weight = None
 
@@ -63,6 +70,23 @@ class ColumnParallelLinear(_Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """y_r = x W_r^T + b_r, [T, I] -> [T, O]."""
+        return self.product(x)
+
+
+class ReplicatedLinear(_Linear):
+    """The whole weight on every rank: a router, a gate. No bias, no communication."""
+
+    def __init__(self, build: Build, name: str, in_features: int, out_features: int) -> None:
+        super().__init__(build, in_features, out_features, False)
+        self.name = name
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Checkpoint names under `prefix` and where each is to be written."""
+        assert self.weight is not None
+        yield f"{prefix}{self.name}.weight", self.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """y = x W^T, [T, I] -> [T, O]."""
         return self.product(x)
 
 

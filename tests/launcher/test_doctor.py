@@ -24,6 +24,7 @@ from unisono.launcher.doctor_advice import Finding, findings
 from unisono.launcher.doctor_probes import ProbeReport, RoundTrip, unproven
 from unisono.launcher.host_report import HostReport, Library, read_host, requirements, satisfies
 from unisono.models.partition import ModelPartition
+from unisono.models.shapes import SHAPES
 from unisono.workers.probes import (
     AttentionProof,
     CollectiveTime,
@@ -233,6 +234,35 @@ def test_the_model_s_own_shapes_are_proven():
         "head": (192, 36, "float32"),
     }
     assert (plan.ranks, plan.head_dims, plan.hidden_size) == (2, (4,), 36)
+
+
+def test_a_hybrid_s_own_shapes_are_proven():
+    partition = ModelPartition.of(SHAPES["qwen3.5-35b-a3b"], 2)
+    shapes = {
+        shape.name: (shape.out_features, shape.in_features)
+        for shape in probe_plan(partition, "bfloat16", 2, HOST).shapes
+    }
+    assert shapes == {
+        "qkv": ((2 * 8 + 2 * 1) * 256, 2048),
+        "o_proj": (2048, 8 * 256),
+        "delta in": ((2 * 8 + 2 * 16) * 128, 2048),
+        "delta out": (2048, 16 * 128),
+        "expert gate and up": (2 * 256, 2048),
+        "expert down_proj": (2048, 256),
+        "shared expert gate and up": (2 * 256, 2048),
+        "shared expert down_proj": (2048, 256),
+    }
+
+
+def test_memory_of_a_hybrid_counts_what_keeps_fp32_and_layers_with_kv():
+    config = SHAPES["qwen3.5-27b"]
+    fit = model_fit("m", ModelPartition.of(config, 1), "bfloat16", HOST)
+    specs = list(ModelPartition.of(config, 1).weights(0))
+    wide = sum(spec.num_elements for spec in specs if spec.keeps_fp32)
+    head = config.vocab_size * config.hidden_size
+    count = sum(spec.num_elements for spec in specs)
+    assert fit.weight_bytes == 2 * count + 2 * wide + 2 * head
+    assert fit.kv_bytes_per_token == 2 * 16 * 4 * 256 * 2
 
 
 def test_what_is_not_proven_is_named():

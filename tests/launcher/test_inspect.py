@@ -10,9 +10,11 @@ import pytest
 
 from tests.launcher.fakes import tiny_model, write_checkpoint
 from unisono.launcher import cli
-from unisono.launcher.inspect import CARDS, WIDTH, _runs, _size, make_report, plain_lines
+from unisono.launcher.inspect import WIDTH, _runs, _size, plain_lines
+from unisono.launcher.inspect_report import CARDS, make_report
 from unisono.models.config import ModelConfig, RopeConfig
 from unisono.models.partition import ModelPartition
+from unisono.models.shapes import SHAPES
 
 
 @pytest.fixture
@@ -116,6 +118,75 @@ def test_a_model_of_known_size():
     assert report.ranks[0].streamed_bytes == pytest.approx(15.29e9, rel=1e-3)
 
 
+def test_a_hybrid_of_known_size():
+    """Qwen3-Next-80B-A3B: 36 delta nets of 48 layers, 10 of 512 experts a token."""
+    config = SHAPES["qwen3-next-80b-a3b"]
+    report = report_of(config, 1, max_model_len=262144)
+    share = report.ranks[0]
+    specs = list(ModelPartition.of(config, 1).weights(0))
+    wide = sum(spec.num_elements for spec in specs if spec.keeps_fp32)
+    assert report.weight_bytes == 2 * 79_674_391_296 + 2 * wide
+    # 12 layers, keys and values, 2 heads of 256, two bytes.
+    assert report.kv_bytes_per_token == 12 * 2 * 2 * 256 * 2
+    # 3 inputs of the convolution in two bytes; 32 states of 128 x 128 in four.
+    state = 36 * (3 * (2 * 16 + 32) * 128 * 2 + 32 * 128 * 128 * 4)
+    assert report.state_bytes_per_request == share.state_bytes_per_request == state
+    experts = 48 * 512 * 3 * 2048 * 512 * 2
+    table = 151936 * 2048 * 2
+    context = 1024 * report.kv_bytes_per_token
+    read = report.weight_bytes - table - experts + experts * 10 // 512
+    assert share.streamed_bytes == read + context + 2 * state
+    facts = report.facts
+    assert (facts["attention_layers"], facts["delta_layers"], facts["expert_layers"]) == (
+        12,
+        36,
+        48,
+    )
+    assert facts["delta"]["num_value_heads"] == 32
+    assert facts["experts"]["shared_width"] == 512
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "qwen3-next-80b-a3b",
+            (
+                "48 layers (36 gated delta nets, 12 attention), hidden 2,048\n",
+                "32 value heads of 128, 16 key heads of 128, convolution over 4 tokens",
+                "10 of 512 a token, each of 512 channels, and one of 512 for all; in 48 layers",
+                "state               73.7 MiB a request, of any length",
+                "rank  key heads  value heads  state/request  expert channels  shared expert",
+                "1      8-16 (8)   16-32 (16)       36.8 MiB    256-512 (256)  256-512 (256)",
+            ),
+        ),
+        (
+            "qwen3-30b-a3b",
+            (
+                "48 layers, hidden 2,048\n",
+                "8 of 128 a token, each of 768 channels; in 48 layers",
+                "rank  expert channels\n0         0-384 (384)",
+            ),
+        ),
+        ("qwen3.5-27b", ("48 gated delta nets, 16 attention), hidden 5,120, MLP 17,408",)),
+    ],
+)
+def test_the_page_says_what_a_hybrid_is_made_of(name, words):
+    text = "\n".join(plain_lines(report_of(SHAPES[name], 2, max_model_len=4096)))
+    for each in words:
+        assert each in text
+    assert ("delta nets  " in text) == SHAPES[name].is_hybrid
+    assert ("experts  " in text) == (SHAPES[name].experts is not None)
+
+
+def test_others_have_no_line_about_it():
+    text = "\n".join(plain_lines(report_of(tiny_model(), 2)))
+    for word in ("delta", "expert", "state", "MTP"):
+        assert word not in text
+    report = report_of(tiny_model(num_mtp_layers=1), 1)
+    assert "MTP layers          1 in the checkpoint, not used" in plain_lines(report)
+
+
 BIG = {
     "vocab_size": 262144,
     "hidden_size": 8192,
@@ -131,7 +202,16 @@ BIG = {
 @pytest.mark.parametrize("ranks", [1, 4, 9])
 @pytest.mark.parametrize("big", [False, True])
 def test_the_page_fits_100_columns(ranks, big):
-    config = tiny_model(**BIG) if big else tiny_model()
+    assert_fits(tiny_model(**BIG) if big else tiny_model(), ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 16])
+@pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b"])
+def test_the_page_of_a_hybrid_fits_too(name, ranks):
+    assert_fits(SHAPES[name], ranks)
+
+
+def assert_fits(config: ModelConfig, ranks: int) -> None:
     lines = plain_lines(report_of(config, ranks, max_model_len=config.max_position_embeddings))
     assert max(map(len, lines)) <= WIDTH
 

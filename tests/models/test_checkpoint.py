@@ -16,7 +16,8 @@ from tests.tiny import write_checkpoint
 from unisono.models.checkpoint import open_checkpoint
 from unisono.models.config_reader import read_model_config
 from unisono.models.headers import CheckpointError
-from unisono.models.partition import ModelPartition, WeightSpec
+from unisono.models.partition import ModelPartition
+from unisono.models.weight_specs import WeightSpec
 
 
 def part_of(whole: torch.Tensor, spec: WeightSpec) -> torch.Tensor:

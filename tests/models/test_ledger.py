@@ -14,7 +14,8 @@ from unisono.models.checkpoint import Checkpoint, open_checkpoint
 from unisono.models.config_reader import read_model_config
 from unisono.models.headers import CheckpointError
 from unisono.models.ledger import fill_weights
-from unisono.models.partition import ModelPartition, WeightSpec
+from unisono.models.partition import ModelPartition
+from unisono.models.weight_specs import WeightSpec
 
 SPECS = [
     WeightSpec("a", (4, 3), 0, 1, 3),

@@ -15,14 +15,17 @@ from tests.tiny import random_ids
 from unisono.models import random_weights
 from unisono.models.config import ModelConfig, RopeConfig
 from unisono.models.ledger import fill_weights
-from unisono.models.partition import ModelPartition, WeightSpec
+from unisono.models.partition import ModelPartition
 from unisono.models.random_weights import RandomWeights, fill_random
 from unisono.models.shapes import SHAPES
 from unisono.models.tensor_info import CheckpointError
+from unisono.models.weight_specs import WeightSpec
 
 RANKS = 5e-6
 """Relative rms between rank counts, as for checkpoints: only row-parallel sums are split."""
 NAMES = ("x.o_proj.weight", "x.q_proj.weight", "x.q_proj.bias", "x.input_layernorm.weight")
+HYBRID_NAMES = ("x.A_log", "x.dt_bias", "x.conv1d.weight", "x.mlp.gate.weight")
+VECTORS = ("bias", "norm.weight", "A_log")
 
 
 def tiny(**changes: object) -> ModelConfig:
@@ -72,6 +75,44 @@ def test_values_are_those_of_the_definition(name: str) -> None:
     assert_close(name, filled(spec).flatten(), want.float(), 1e-7)
 
 
+def test_values_of_delta_nets_are_those_of_the_definition() -> None:
+    """A_log and dt_bias without any rounding: they are held in fp32 and steer what is forgotten."""
+
+    def numbers(name: str, count: int) -> torch.Tensor:
+        return torch.tensor([number(name, index) for index in range(count)], dtype=torch.float64)
+
+    decay = filled(WeightSpec("x.A_log", (50,))).double()
+    assert torch.equal(decay, (numbers("x.A_log", 50) + 65536) * 11 / 2**19)
+    step = filled(WeightSpec("x.dt_bias", (50,))).double()
+    assert torch.equal(step, numbers("x.dt_bias", 50) / 2**15 - 4.5)
+    want = (numbers("x.conv1d.weight", 24) / 26754.9 / 4**0.5).view(6, 1, 4).float()
+    assert_close("conv", filled(WeightSpec("x.conv1d.weight", (6, 1, 4))), want, 1e-7)
+    want = (numbers("x.mlp.gate.weight", 30) / 26754.9 * 2 / 10**0.5).view(3, 10).float()
+    assert_close("router", filled(WeightSpec("x.mlp.gate.weight", (3, 10))), want, 1e-7)
+
+
+@pytest.mark.parametrize("name", ["x.norm.weight", "x.q_norm.weight", "x.k_norm.weight"])
+def test_a_zero_centred_norm_multiplies_by_the_same(name: str) -> None:
+    plain = filled(WeightSpec(name, (500,)))
+    centred = filled(WeightSpec(name, (500,), keeps_fp32=True, zero_centred=True))
+    assert torch.equal(1 + centred, plain)
+    assert abs(float(centred.mean()) - ("_norm" in name)) < 0.02
+
+
+def test_decay_of_states() -> None:
+    """Per token and head exp(-exp(A_log) softplus(a + dt_bias)), a of deviation 1."""
+    generator = torch.Generator().manual_seed(0)
+    rate = filled(WeightSpec("x.A_log", (4096,))).exp()
+    assert 1.0 <= float(rate.min()) < 1.2
+    assert 13.0 < float(rate.max()) <= 16.0
+    step = filled(WeightSpec("x.dt_bias", (4096,))) + torch.randn(4096, generator=generator)
+    kept = (-rate * torch.nn.functional.softplus(step)).exp()
+    tokens = 1 / (1 - kept.double())
+    assert 5 < float(tokens.median()) < 100
+    assert float((tokens > 200).float().mean()) > 0.02
+    assert float((tokens < 2).float().mean()) < 0.05
+
+
 def test_bits_are_pinned() -> None:
     """Answers of a shape are compared across machines and versions: these never change."""
     assert filled(WeightSpec("model.norm.weight", (4,))).tolist() == [
@@ -83,14 +124,27 @@ def test_bits_are_pinned() -> None:
 
 
 @given(st.data())
+def test_several_ranges_are_as_many_slices(data: st.DataObject) -> None:
+    name, shape = "x.in_proj_qkv.weight", (40, 7)
+    bounds = sorted(data.draw(st.sets(st.integers(0, 40), min_size=4, max_size=6)))
+    ranges = list(zip(bounds[::2], bounds[1::2], strict=False))
+    spec = WeightSpec(name, shape, 0, *ranges[0], tuple(ranges[1:]))
+    whole = filled(WeightSpec(name, shape))
+    want = torch.cat([whole[start:stop] for start, stop in ranges])
+    assert_same_bits(name, filled(spec), want)
+
+
+@given(st.data())
 def test_any_part_is_a_slice_of_the_whole(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(NAMES))
+    name = data.draw(st.sampled_from(NAMES + HYBRID_NAMES))
     shape = (
         (data.draw(st.integers(1, 300)),)
-        if name.endswith(("bias", "norm.weight"))
+        if name.endswith(VECTORS)
         else (data.draw(st.integers(1, 60)), data.draw(st.integers(1, 60)))
     )
-    dim = data.draw(st.integers(0, len(shape) - 1))
+    if "conv1d" in name:
+        shape = (shape[0], 1, 4)
+    dim = data.draw(st.integers(0, 0 if "conv1d" in name else len(shape) - 1))
     start = data.draw(st.integers(0, shape[dim] - 1))
     stop = data.draw(st.integers(start + 1, shape[dim]))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
@@ -173,11 +227,13 @@ def test_greedy_answers_of_a_deep_model_vary() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + HYBRID_NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_gpu_makes_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    shape = (3001,) if name.endswith(("bias", "norm.weight")) else (700, 3001)
+    shape = (3001,) if name.endswith(VECTORS) else (700, 3001)
     spec = WeightSpec(name, shape, len(shape) - 1, 100, 2900)
+    if "conv1d" in name:
+        spec = WeightSpec(name, (3001, 1, 4), 0, 100, 2900)
     target = torch.empty(spec.local_shape, dtype=dtype, device="cuda")
     fill_random(spec, target)
     assert_same_bits(name, target.cpu(), filled(spec, dtype))

@@ -8,20 +8,47 @@ import pytest
 import torch
 
 from tests.launcher.fakes import tiny_model
+from unisono.models.partition import ModelPartition
+from unisono.models.shapes import SHAPES
 from unisono.workers import memory
-from unisono.workers.config import WorkerConfig
+from unisono.workers.config import BLOCK_SIZE, WorkerConfig
 from unisono.workers.memory import (
     Budget,
     OutOfMemory,
     available_bytes,
+    block_bytes,
     card_budget,
     host_budget,
     offer_blocks,
     out_of_memory_explained,
+    state_bytes,
 )
 
 GIB = 2**30
 BLOCK = 4 << 20
+
+
+def test_blocks_and_states_of_a_hybrid() -> None:
+    """Qwen3.5-27B: 16 layers with KV, 48 with a state."""
+    config = SHAPES["qwen3.5-27b"]
+    for ranks in (1, 2, 16):
+        partition = ModelPartition.of(config, ranks)
+        kv_heads, values = max(4 // ranks, 1), 48 // ranks
+        keys = max(16 // ranks, 1)
+        for rank in (0, ranks - 1):
+            block = block_bytes(partition, rank, torch.bfloat16)
+            assert block == 2 * 16 * kv_heads * 256 * BLOCK_SIZE * 2
+            convolution = 3 * (2 * keys + values) * 128
+            for dtype in (torch.float32, torch.bfloat16):
+                state = values * 128 * 128 * dtype.itemsize
+                got = state_bytes(partition, rank, torch.bfloat16, dtype)
+                assert got == 48 * (2 * convolution + state)
+
+
+def test_others_have_no_state_and_kv_in_every_layer() -> None:
+    partition = ModelPartition.of(SHAPES["qwen3-30b-a3b"], 2)
+    assert state_bytes(partition, 1, torch.bfloat16, torch.float32) == 0
+    assert block_bytes(partition, 1, torch.bfloat16) == 2 * 48 * 2 * 128 * BLOCK_SIZE * 2
 
 
 def worker(max_model_len: int = 1 << 20, kv_tokens: int = 0) -> WorkerConfig:

@@ -38,6 +38,18 @@ def test_a_gpu_keeps_what_is_read_and_a_cpu_its_head_in_float32() -> None:
         assert weight_bytes(partition, 1, FP32, "cpu") == 4 * read + head * (4 if tied else 0)
 
 
+def test_what_keeps_fp32_is_counted_so() -> None:
+    partition = ModelPartition.of(shape_config("shape:qwen3.5-27b"), 2)
+    specs = list(partition.weights(1))
+    wide = sum(spec.num_elements for spec in specs if spec.keeps_fp32)
+    count = sum(spec.num_elements for spec in specs)
+    # Two norms a layer and two of its 16 attention layers' heads, the last one; A_log, dt_bias and
+    # the norm of 48 delta nets.
+    assert wide == 64 * 2 * 5120 + 16 * 2 * 256 + 5120 + 48 * (2 * 24 + 128)
+    assert weight_bytes(partition, 1, BF16, "cuda") == 2 * count + 2 * wide
+    assert weight_bytes(partition, 1, FP32, "cuda") == 4 * count
+
+
 def test_weights_that_just_fit_are_loaded_and_one_byte_less_is_too_little() -> None:
     needed = weight_bytes(large(), 0, BF16, "cuda")
     check_weights(large(), 0, BF16, "cuda", needed)

@@ -1,0 +1,180 @@
+"""What each rank of a model would hold, in numbers; `launcher/inspect.py` shows them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.models.config import ModelConfig
+from unisono.models.partition import ModelPartition, legal_rank_counts
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+STATE_ITEM_BYTES = 4
+"""Recurrent states are kept in float32, whatever the dtype of the model."""
+CONTEXT_TOKENS = 1024
+"""Tokens already in the KV cache where the decode ceiling is computed."""
+_EMBEDDING = "model.embed_tokens.weight"
+_EXPERTS = ".mlp.experts."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A memory bandwidth to compare with."""
+
+    name: str
+    bandwidth_tb_s: float
+    """10^12 bytes a second."""
+    source: str
+
+
+CARDS = (
+    Card(name="H200", bandwidth_tb_s=4.8, source="vendor specification"),
+    Card(name="H200, large copy", bandwidth_tb_s=4.3, source="measured"),
+    Card(name="H100 SXM", bandwidth_tb_s=3.35, source="vendor specification"),
+    Card(name="A100 80 GB SXM", bandwidth_tb_s=2.04, source="vendor specification"),
+    Card(name="RTX 4090", bandwidth_tb_s=1.008, source="vendor specification"),
+    Card(name="CPU, 2 channels of DDR5", bandwidth_tb_s=0.08, source="vendor specification"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShare:
+    """What one rank holds. Ranges are half-open; bytes are in the chosen dtype."""
+
+    rank: int
+    query_heads: tuple[int, int]
+    kv_heads: tuple[int, int]
+    kv_replicated: bool
+    """Another rank holds one of these KV heads too."""
+    mlp_channels: tuple[int, int]
+    expert_channels: tuple[int, int]
+    """Of every expert; (0, 0) here and below where the model has none."""
+    shared_expert_channels: tuple[int, int]
+    key_heads: tuple[int, int]
+    """Of the gated delta nets."""
+    value_heads: tuple[int, int]
+    vocab_rows: tuple[int, int]
+    weight_bytes: int
+    kv_bytes_per_token: int
+    state_bytes_per_request: int
+    """Recurrent state beside the KV, whatever the length."""
+    streamed_bytes: int
+    """Weights and KV that one decode step reads at `CONTEXT_TOKENS`, or the model's length; of the
+    experts those that one token takes; the recurrent state read and written back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything `unisono inspect` says; its JSON output has these names."""
+
+    model: str
+    facts: dict[str, Any]
+    tp: int
+    dtype: str
+    max_model_len: int
+    weights_from: str
+    """What the weights are: those of the files, or random, or which parts are."""
+    ranks: tuple[RankShare, ...]
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_bytes_of_max_model_len: int
+    state_bytes_per_request: int
+    legal_rank_counts: tuple[int, ...]
+    context_tokens: int
+    ceilings: tuple[dict[str, Any], ...]
+
+
+def make_report(
+    name: str,
+    partition: ModelPartition,
+    *,
+    dtype: str,
+    max_model_len: int,
+    weights_from: str = "files",
+) -> Report:
+    """Compute the report from numbers alone."""
+    config = partition.config
+    context = min(CONTEXT_TOKENS, max_model_len)
+    ranks = tuple(
+        _share_of(partition, rank, ITEM_BYTES[dtype], context) for rank in range(partition.ranks)
+    )
+    per_token = sum(share.kv_bytes_per_token for share in ranks)
+    slowest = max(share.streamed_bytes for share in ranks)
+    return Report(
+        model=name,
+        facts=_facts(config),
+        tp=partition.ranks,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        weights_from=weights_from,
+        ranks=ranks,
+        weight_bytes=sum(share.weight_bytes for share in ranks),
+        kv_bytes_per_token=per_token,
+        kv_bytes_of_max_model_len=per_token * max_model_len,
+        state_bytes_per_request=sum(share.state_bytes_per_request for share in ranks),
+        legal_rank_counts=legal_rank_counts(config),
+        context_tokens=context,
+        ceilings=tuple(
+            {**dataclasses.asdict(card), "tokens_per_s": card.bandwidth_tb_s * 1e12 / slowest}
+            for card in CARDS
+        ),
+    )
+
+
+def _share_of(partition: ModelPartition, rank: int, item_bytes: int, context: int) -> RankShare:
+    config = partition.config
+    sizes = {spec.name: spec.nbytes(item_bytes) for spec in partition.weights(rank)}
+    # One row of the embedding is read for a token, and the whole table where it is the head too.
+    unread = 0 if config.tie_word_embeddings else sizes[_EMBEDDING]
+    if experts := config.experts:
+        mixture = sum(size for name, size in sizes.items() if _EXPERTS in name)
+        unread += mixture - mixture * experts.num_experts_per_tok // experts.num_experts
+    start, stop = partition.kv_heads.ranges[rank]
+    kv_per_token = 2 * config.num_kv_layers * (stop - start) * config.head_dim * item_bytes
+    convolution, rule = partition.state_elements(rank)
+    state = convolution * item_bytes + rule * STATE_ITEM_BYTES
+    state *= sum(config.delta_layers)
+    weights = sum(sizes.values())
+    return RankShare(
+        rank=rank,
+        query_heads=partition.heads.ranges[rank],
+        kv_heads=(start, stop),
+        kv_replicated=any(
+            first < stop and start < last
+            for other, (first, last) in enumerate(partition.kv_heads.ranges)
+            if other != rank
+        ),
+        mlp_channels=partition.mlp.ranges[rank],
+        expert_channels=partition.experts.ranges[rank],
+        shared_expert_channels=partition.shared_expert.ranges[rank],
+        key_heads=partition.key_heads.ranges[rank],
+        value_heads=partition.value_heads.ranges[rank],
+        vocab_rows=partition.vocab.ranges[rank],
+        weight_bytes=weights,
+        kv_bytes_per_token=kv_per_token,
+        state_bytes_per_request=state,
+        streamed_bytes=weights - unread + kv_per_token * context + 2 * state,
+    )
+
+
+def _facts(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "family": config.family,
+        "layers": config.num_layers,
+        "attention_layers": config.num_kv_layers,
+        "delta_layers": sum(config.delta_layers),
+        "expert_layers": sum(map(config.has_experts, range(config.num_layers))),
+        "mtp_layers": config.num_mtp_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "query_heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "tied_embeddings": config.tie_word_embeddings,
+        "checkpoint_dtype": config.dtype,
+        "delta": config.delta and dataclasses.asdict(config.delta),
+        "experts": config.experts and dataclasses.asdict(config.experts),
+    }

@@ -1,0 +1,259 @@
+"""Hybrids from files: ranks together hold the tensors of the file, in whatever form it has them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.closeness import assert_same_bits
+from tests.models.test_checkpoint import mapped_kb
+from tests.tiny import HYBRIDS, WRAPPERS, fuse_experts, write_checkpoint, write_wrapper
+from unisono.models.checkpoint import open_checkpoint
+from unisono.models.config_reader import read_model_config
+from unisono.models.headers import CheckpointError, check_weights, read_headers
+from unisono.models.ledger import fill_weights
+from unisono.models.overlay import overlay_part_of, overlay_parts
+from unisono.models.partition import ModelPartition
+from unisono.models.random_weights import fill_random, open_weights
+from unisono.models.weight_specs import WeightSpec
+
+WITH_EXPERTS = [name for name in HYBRIDS if name != "qwen3.5"]
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("hybrid")
+    write_checkpoint(request.param, directory)
+    return directory
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(directory / "model.safetensors")
+
+
+def save(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    safetensors.torch.save_file(tensors, directory / "model.safetensors")
+
+
+def part_of(whole: torch.Tensor, spec: WeightSpec) -> torch.Tensor:
+    if spec.dim is None:
+        return whole
+    rows = [row for start, stop in spec.ranges for row in range(start, stop)]
+    return whole.index_select(spec.dim, torch.tensor(rows)).contiguous()
+
+
+def everything(directory: Path, ranks: int) -> Iterator[tuple[int, WeightSpec, torch.Tensor]]:
+    """(rank, spec, what it reads) of all ranks."""
+    partition = ModelPartition.of(read_model_config(directory), ranks)
+    for rank in range(ranks):
+        with open_checkpoint(directory) as checkpoint:
+            for spec in partition.weights(rank):
+                yield rank, spec, checkpoint.read(spec)
+            read = sum(checkpoint.nbytes(spec) for spec in partition.weights(rank))
+            assert checkpoint.bytes_read == read
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_together_hold_the_tensors_of_the_file(saved: Path, ranks: int) -> None:
+    tensors = tensors_of(saved)
+    together = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
+    for _, spec, part in everything(saved, ranks):
+        assert_same_bits(spec.name, part, part_of(tensors[spec.name], spec))
+        if spec.dim is None:
+            together[spec.name] = part
+            continue
+        rows = [row for start, stop in spec.ranges for row in range(start, stop)]
+        together[spec.name].index_copy_(spec.dim, torch.tensor(rows), part)
+    assert together.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert_same_bits(name, together[name], tensor)
+
+
+def test_the_parameters_are_those_of_transformers(saved: Path, tmp_path: Path) -> None:
+    """By their names in memory, where experts are always fused."""
+    name = next(key for key, (kind, _) in HYBRIDS.items() if kind == _kind(saved))
+    want = dict(write_checkpoint(name, tmp_path).named_parameters())
+    for _, spec, part in everything(saved, 1):
+        found = want.get(spec.name)
+        if found is None:
+            prefix, expert, kind, _ = spec.name.rsplit(".", 3)
+            fused = "down_proj" if kind == "down_proj" else "gate_up_proj"
+            found = want[f"{prefix}.{fused}"][int(expert)]
+            half = len(found) // 2
+            found = {"gate_proj": found[:half], "up_proj": found[half:]}.get(kind, found)
+        assert_same_bits(spec.name, part, found.detach().contiguous())
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_fused_experts_read_as_single_ones(name: str, ranks: int, tmp_path: Path) -> None:
+    write_checkpoint(name, tmp_path)
+    apart = [(rank, spec.name, part) for rank, spec, part in everything(tmp_path, ranks)]
+    config = read_model_config(tmp_path)
+    fuse_experts(tmp_path)
+    assert any(key.endswith(".experts.gate_up_proj") for key in tensors_of(tmp_path))
+    assert not any(".experts.0." in key for key in tensors_of(tmp_path))
+    assert read_model_config(tmp_path) == config
+    assert check_weights(read_headers(tmp_path), ModelPartition.of(config, ranks)) == ()
+    fused = everything(tmp_path, ranks)
+    for (rank, key, want), (other_rank, spec, part) in zip(apart, fused, strict=True):
+        assert (rank, key) == (other_rank, spec.name)
+        assert_same_bits(key, part, want)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts pages in /proc")
+def test_of_fused_experts_only_the_pages_of_one_are_touched(tmp_path: Path) -> None:
+    """The kernel's own count; it maps up to 2 MB around a touch."""
+    file, each_kb = tmp_path / "model.safetensors", 8192
+    name = "model.layers.0.mlp.experts."
+    safetensors.torch.save_file({name + "gate_up_proj": torch.ones(4, 2048, 2048)}, file)
+    with open_checkpoint(tmp_path) as checkpoint:
+        checkpoint.read(WeightSpec(f"{name}2.up_proj.weight", (1024, 2048)))
+        mapped = mapped_kb(file)
+    assert each_kb <= mapped + 8
+    assert mapped <= each_kb + 2 * 2048 + 8
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapper_holds_the_text_model(name: str, tmp_path: Path) -> None:
+    write_checkpoint(name, tmp_path / "text")
+    write_wrapper(name, tmp_path / "wrapper")
+    stored = tensors_of(tmp_path / "wrapper")
+    assert any(key.startswith("model.language_model.layers.0.") for key in stored)
+    for (_, spec, part), (_, _, want) in zip(
+        everything(tmp_path / "wrapper", 2), everything(tmp_path / "text", 2), strict=True
+    ):
+        assert_same_bits(spec.name, part, want)
+    ignored = check_weights(
+        read_headers(tmp_path / "wrapper"),
+        ModelPartition.of(read_model_config(tmp_path / "wrapper"), 2),
+    )
+    assert {*ignored} == {key for key in stored if key.startswith("model.visual.")}
+    assert ignored
+
+
+@pytest.mark.parametrize("prefix", ["mtp.", "visual.", "model.visual."])
+def test_what_only_some_families_hold_is_ignored_by_name(saved: Path, prefix: str) -> None:
+    config, headers = read_model_config(saved), read_headers(saved)
+    extra = {f"{prefix}layers.0.a.weight", f"{prefix}fc.weight"}
+    headers.update(dict.fromkeys(extra, headers["model.norm.weight"]))
+    partition = ModelPartition.of(config, 2)
+    sees = config.family.startswith("qwen3_5")
+    if sees or (prefix == "mtp." and config.family == "qwen3_next"):
+        assert {*check_weights(headers, partition)} == extra
+        return
+    with pytest.raises(CheckpointError, match=f"2 not used by {config.family}: {prefix}"):
+        check_weights(headers, partition)
+
+
+def test_other_tensors_are_refused_and_missing_ones_named(saved: Path) -> None:
+    partition = ModelPartition.of(read_model_config(saved), 1)
+    headers = read_headers(saved)
+    norm = headers["model.norm.weight"]
+    with pytest.raises(CheckpointError, match=r"1 not used by \w+: model.layers.9.x"):
+        check_weights({**headers, "model.layers.9.x": norm}, partition)
+    last = [*headers][-1]
+    del headers[last]
+    with pytest.raises(CheckpointError, match=f"1 missing: {last}"):
+        check_weights(headers, partition)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "legal"),
+    [
+        ("gate_up_proj", (4, 6), "[experts, 2 * channels, hidden]"),
+        ("gate_up_proj", (2, 3, 4), "[experts, 2 * channels, hidden]"),
+        ("down_proj", (4, 6), "[experts, hidden, channels]"),
+        ("down_proj", (0, 6, 4), "[experts, hidden, channels]"),
+    ],
+)
+def test_fused_experts_of_another_shape(
+    kind: str, shape: tuple[int, ...], legal: str, tmp_path: Path
+) -> None:
+    name = f"model.layers.0.mlp.experts.{kind}"
+    save(tmp_path, {name: torch.zeros(shape)})
+    with pytest.raises(CheckpointError) as caught:
+        read_headers(tmp_path)
+    assert f"tensor {name} has shape {[*shape]}; legal: {legal}" in str(caught.value)
+
+
+def test_an_expert_in_both_forms_is_refused(tmp_path: Path) -> None:
+    prefix = "model.layers.0.mlp.experts."
+    tensors = {
+        prefix + "down_proj": torch.zeros(2, 3, 4),
+        prefix + "1.down_proj.weight": torch.zeros(3, 4),
+    }
+    save(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=r"1\.down_proj\.weight is also a part of model\."):
+        read_headers(tmp_path)
+
+
+def test_parameters_of_another_dtype_than_the_stored_one(tmp_path: Path) -> None:
+    """Files hold some numbers in float32 and others in bfloat16; targets decide."""
+    write_checkpoint("qwen3-next", tmp_path)
+    narrow = {
+        name: tensor if "A_log" in name else tensor.to(torch.bfloat16)
+        for name, tensor in tensors_of(tmp_path).items()
+    }
+    save(tmp_path, narrow)
+    specs = list(ModelPartition.of(read_model_config(tmp_path), 4).weights(1))
+    targets = {
+        spec.name: torch.full(
+            spec.local_shape, torch.nan, dtype=torch.float32 if spec.keeps_fp32 else torch.bfloat16
+        )
+        for spec in specs
+    }
+    assert any(spec.more for spec in specs)
+    with open_checkpoint(tmp_path) as checkpoint:
+        fill_weights(specs, targets, checkpoint, lambda *_: None)
+    for spec in specs:
+        want = part_of(narrow[spec.name], spec).to(targets[spec.name].dtype)
+        assert_same_bits(spec.name, targets[spec.name], want)
+
+
+@pytest.mark.parametrize("part", ["norm", "qk-norm"])
+def test_an_overlay_keeps_what_it_does_not_name(saved: Path, part: str) -> None:
+    config = read_model_config(saved)
+    assert part in overlay_parts(config)
+    specs = list(ModelPartition.of(config, 2).weights(1))
+    filled = {spec.name: torch.full(spec.local_shape, torch.nan) for spec in specs}
+    with open_weights(str(saved), "auto", frozenset([part]), torch.float32) as source:
+        fill_weights(specs, filled, source, lambda *_: None)
+    tensors, replaced = tensors_of(saved), 0
+    for spec in specs:
+        want = part_of(tensors[spec.name], spec)
+        if overlay_part_of(spec.name) == part:
+            replaced += 1
+            assert not torch.equal(filled[spec.name], want)
+            want = torch.empty(spec.local_shape)
+            fill_random(spec, want)
+        assert_same_bits(spec.name, filled[spec.name], want)
+    assert replaced >= 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_random_weights_are_slices_of_one_model(saved: Path, ranks: int) -> None:
+    config = read_model_config(saved)
+
+    def filled(spec: WeightSpec) -> torch.Tensor:
+        target = torch.full(spec.local_shape, torch.nan)
+        fill_random(spec, target)
+        return target
+
+    whole = {spec.name: filled(spec) for spec in ModelPartition.of(config, 1).weights(0)}
+    assert whole.keys() == tensors_of(saved).keys()
+    for rank in range(ranks):
+        for spec in ModelPartition.of(config, ranks).weights(rank):
+            assert_same_bits(spec.name, filled(spec), part_of(whole[spec.name], spec))
+
+
+def _kind(directory: Path) -> str:
+    """The architecture that config.json names, less its ending."""
+    name = json.loads((directory / "config.json").read_text())["architectures"][0]
+    return str(name).removesuffix("ForCausalLM")
