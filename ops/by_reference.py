@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from unisono.ops.attention import AttentionShape
-from unisono.ops.delta import CHUNK, DeltaPlan
+from unisono.ops.delta import CHUNK, DeltaPlan, PendingTokens
 from unisono.ops.linear import Linear
 from unisono.ops.reference import activation, embedding, experts, norm, reduce, rope_kv
 from unisono.ops.reference.attention import attention
-from unisono.ops.reference.delta_rule import gates, step, unit_heads
+from unisono.ops.reference.delta_rule import gates, replay, step, unit_heads
 from unisono.ops.reference.linear import linear
 from unisono.ops.reference.short_conv import short_conv
 from unisono.ops.table import Ops
@@ -82,14 +82,28 @@ def _pack_head(weight: Tensor) -> Linear:
     return lambda x: product(x.float())
 
 
-def _convolve(x: Tensor, weight: Tensor, conv: Tensor, plan: DeltaPlan) -> Tensor:
+def _convolve(
+    x: Tensor,
+    weight: Tensor,
+    conv: Tensor,
+    plan: DeltaPlan,
+    pending: PendingTokens | None = None,
+) -> Tensor:
     """A row at a time."""
     outputs = [x[:0]]
     for row, number in zip(plan.rows, plan.states.tolist(), strict=True):
         past = torch.zeros_like(conv[number]) if row.start == 0 else conv[number]
-        inputs = torch.cat((past, x[row.first : row.first + row.count]))
+        if row.num_pending:
+            assert pending is not None
+            known = torch.cat((past, pending.inputs[number, : row.num_pending]))
+            past = known[row.num_pending :]
+        own = x[row.first : row.first + row.count]
+        inputs = torch.cat((past, own))
         outputs.append(short_conv(inputs, weight))
-        for at, target in (*row.saves, (row.count, number)):
+        if row.holds_back:
+            assert pending is not None
+            pending.inputs[number, : row.count] = own
+        for at, target in (*row.saves, (0 if row.holds_back else row.count, number)):
             conv[target] = inputs[at : at + len(past)]
     return torch.cat(outputs)
 
@@ -103,24 +117,39 @@ def _recur(
     state: Tensor,
     plan: DeltaPlan,
     num_key_heads: int,
+    pending: PendingTokens | None = None,
 ) -> Tensor:
     """A token at a time, those of prompts too; what is stored is rounded where it always is."""
     outputs = [mixed.new_empty(0, *state.shape[1:3])]
+    group = state.shape[1] // num_key_heads
     for row, number in zip(plan.rows, plan.states.tolist(), strict=True):
         saves, now = dict(row.saves), state[number].float().clone()
         if row.start == 0:
             now.zero_()
+        for at in range(row.num_pending):
+            assert pending is not None
+            k = pending.keys[number, at].repeat_interleave(group, dim=0)
+            replay(now, k, pending.updates[number, at], pending.decays[number, at])
+            now = now.to(state.dtype).float()
+        if row.holds_back:
+            state[number] = now
         for at in range(row.count):
             token = slice(row.first + at, row.first + at + 1)
-            q, k, v = unit_heads(mixed[token], num_key_heads, state.shape[3], state.shape[2])
-            q, k = (x.repeat_interleave(state.shape[1] // num_key_heads, dim=1) for x in (q, k))
+            q, key, v = unit_heads(mixed[token], num_key_heads, state.shape[3], state.shape[2])
+            q, k = (x.repeat_interleave(group, dim=1) for x in (q, key))
             g, beta = gates(b[token], a[token], decay, dt_bias)
-            outputs.append(step(now[None], q, k, v, g, beta).to(mixed.dtype))
+            o, update = step(now[None], q, k, v, g.exp(), beta)
+            outputs.append(o.to(mixed.dtype))
+            if row.holds_back:
+                assert pending is not None
+                pending.keys[number, at], pending.updates[number, at] = key[0], update[0]
+                pending.decays[number, at] = g[0].exp()
             if at + 1 >= row.num_chunked or (at + 1) % CHUNK == 0:
                 now = now.to(state.dtype).float()
             if at + 1 in saves:
                 state[saves[at + 1]] = now
-        state[number] = now
+        if not row.holds_back:
+            state[number] = now
     return torch.cat(outputs)
 
 

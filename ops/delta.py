@@ -6,6 +6,11 @@ are generated now or computed again. So a row begins on that grid while it is in
 ends on it or at the prompt's end. A stored state that is narrower than fp32 is rounded after every
 chunk, and after every later token.
 
+Tokens that may yet be rejected are held back from the state: it stays what it was before them, and
+what they would have done to it is kept beside it, as `PendingTokens`. The step that knows how many
+were accepted does just that before all else, in the operations of the recurrence, so that the state
+has the bits it would have had token by token.
+
 Every library product below has one shape for each model and works on fresh memory, chunk by chunk
 and row by row; all else is elementwise or a sum of torch's own along the last dimension. Reference,
 which takes prompts too token by token: `ops/reference/delta_rule.py`.
@@ -24,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unisono.ops.reference.delta_rule import gates, step, unit_heads
+from unisono.ops.reference.delta_rule import gates, replay, step, unit_heads
 from unisono.ops.reference.short_conv import short_conv as convolve
 
 CHUNK = 64
@@ -47,6 +52,10 @@ class DeltaRow:
     """How many of them, from the first, belong to the prompt."""
     saves: tuple[tuple[int, int], ...]
     """(tokens of the row, state): the state after so many tokens is also written there."""
+    num_pending: int
+    """Accepted tokens right before it which its state does not hold yet; 0 if it has no tokens."""
+    holds_back: bool
+    """Its tokens go to what is pending, not into its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,8 @@ class DeltaPlan:
     """All tokens."""
     tails: tuple[RowGroup, ...]
     """Those past the prompts."""
+    replays: tuple[tuple[int, Tensor], ...]
+    """(pending tokens, the states [R] int64 that they go into), before all else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +80,22 @@ class RowGroup:
     states: Tensor  # [R] int64
     tokens: Tensor  # [R, count] int64
     is_new: Tensor  # [R] bool: nothing came before
+    holds_back: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """By state, the tokens of the last row that held back: what they do to it if accepted.
+
+    P tokens at most. `inputs` are those of the convolution, in the model's dtype. k of length 1,
+    u = beta (v - S k) and exp(g) are fp32: S <- exp(g) S + u k^T. What lies behind the accepted
+    tokens is never read.
+    """
+
+    inputs: Tensor  # [states, P, channels]
+    keys: Tensor  # [states, P, key heads, K]
+    updates: Tensor  # [states, P, H, V]
+    decays: Tensor  # [states, P, H]
 
 
 def plan_delta(
@@ -77,6 +104,8 @@ def plan_delta(
     num_prompts: Sequence[int],
     states: Sequence[int] | Tensor,
     saves: Sequence[tuple[int, int, int]] = (),
+    num_pending: Sequence[int] | Tensor = (),
+    holds_back: Sequence[bool] | Tensor = (),
     *,
     device: torch.device,
 ) -> DeltaPlan:
@@ -87,8 +116,18 @@ def plan_delta(
     whatever the memory holds. saves: (row, length, state): the state after the request's first
     `length` tokens is also written to number `state`; `length` is a multiple of CHUNK in the row
     and its prompt. No state is named twice, but for scratch.
+
+    num_pending (integers): how many tokens right before the row were accepted, out of a row that
+    held back, and are yet to be taken into the state. holds_back (booleans): the row's tokens may
+    be rejected: its state is left as it is before them, and they go to `PendingTokens`, once those
+    that are pending there have been used. Either may be a tensor, which is read at once; empty:
+    none. A row without tokens changes nothing: what is pending stays pending. Raises ValueError
+    where a token of the prompt or at position 0 were pending or held back: a request that begins,
+    or begins anew after a pre-emption, has none.
     """
-    rows = tuple(delta_rows(starts, counts, num_prompts, saves))
+    pending = num_pending.tolist() if isinstance(num_pending, Tensor) else num_pending
+    held = holds_back.tolist() if isinstance(holds_back, Tensor) else holds_back
+    rows = tuple(delta_rows(starts, counts, num_prompts, saves, pending, held))
     numbers = torch.as_tensor(states, dtype=torch.int64).to(device)
     return DeltaPlan(
         rows,
@@ -100,6 +139,7 @@ def plan_delta(
                 numbers,
             )
         ),
+        tuple(_replays(rows, numbers)),
     )
 
 
@@ -108,32 +148,63 @@ def delta_rows(
     counts: Sequence[int],
     num_prompts: Sequence[int],
     saves: Sequence[tuple[int, int, int]],
+    num_pending: Sequence[int] = (),
+    holds_back: Sequence[bool] = (),
 ) -> Iterator[DeltaRow]:
-    """The rows of a step, as `plan_delta` is told them."""
-    ends = accumulate(counts)
-    columns = zip(ends, starts, counts, num_prompts, strict=True)
-    for index, (last, start, count, prompt) in enumerate(columns):
+    """The rows of a step, as `plan_delta` is told them. Raises ValueError as it does."""
+    pending, held = num_pending or [0] * len(starts), holds_back or [False] * len(starts)
+    columns = zip(accumulate(counts), starts, counts, num_prompts, pending, held, strict=True)
+    for index, (last, start, count, prompt, before, holds) in enumerate(columns):
+        if not 0 <= before <= max(0, start - prompt):
+            raise ValueError(f"{before} tokens pending at {start}, of a prompt of {prompt}")
+        if holds and start < max(1, prompt):
+            raise ValueError(f"tokens from {start} on held back, in a prompt of {prompt}")
         num_chunked = min(count, max(0, prompt - start))
         end = start + count
         assert not num_chunked or start % CHUNK == 0, f"a prompt is cut at {start}"
         assert end >= prompt or end % CHUNK == 0, f"a prompt is cut at {end}"
         mine = [(length - start, state) for row, length, state in saves if row == index]
         assert all(0 < at <= num_chunked and at % CHUNK == 0 for at, _ in mine), f"saves {mine}"
-        yield DeltaRow(index, last - count, start, count, num_chunked, tuple(mine))
+        yield DeltaRow(
+            index,
+            last - count,
+            start,
+            count,
+            num_chunked,
+            tuple(mine),
+            before if count else 0,
+            bool(holds),
+        )
 
 
-def short_conv(x: Tensor, weight: Tensor, conv: Tensor, plan: DeltaPlan) -> Tensor:
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    conv: Tensor,
+    plan: DeltaPlan,
+    pending: PendingTokens | None = None,
+) -> Tensor:
     """The convolution of `ops/reference/short_conv.py` over the step's tokens.
 
     x [T, channels], weight [channels, W], conv [states, W - 1, channels] of the dtype of `x`: the
-    inputs before each row, and after the call those before its next token. Returns [T, channels].
+    inputs before each row, and after the call those before its next token, or before the row if it
+    holds back: then its inputs are pending. `pending` may be None where nothing is and no row holds
+    back. Returns [T, channels].
     """
     out, before = torch.empty(x.shape, dtype=x.dtype, device=x.device), conv.shape[1]
+    for count, states in plan.replays:
+        assert pending is not None, "nothing keeps what is pending"
+        inputs = torch.cat((conv[states], pending.inputs[states, :count]), dim=1)
+        conv.index_copy_(0, states, inputs[:, count:])
     for group in plan.spans:
         past = conv.index_select(0, group.states).masked_fill_(group.is_new[:, None, None], 0)
         inputs = torch.cat((past, x[group.tokens]), dim=1)
         out[group.tokens] = convolve(inputs, weight)
-        conv.index_copy_(0, group.states, inputs[:, group.tokens.shape[1] :])
+        if group.holds_back:
+            assert pending is not None, "nothing keeps what is held back"
+            pending.inputs[group.states, : group.tokens.shape[1]] = inputs[:, before:]
+        else:
+            conv.index_copy_(0, group.states, inputs[:, group.tokens.shape[1] :])
         for place, row in enumerate(group.rows):
             for at, state in row.saves:
                 conv[state] = inputs[place, at : at + before]
@@ -149,28 +220,34 @@ def delta_rule(
     state: Tensor,
     plan: DeltaPlan,
     num_key_heads: int,
+    pending: PendingTokens | None = None,
 ) -> Tensor:
     """The gated delta rule over the step's tokens.
 
     mixed [T, channels]: what left the convolution, [q of all key heads | k of all | v of all value
     heads]; b, a [T, H]; decay = -exp(A_log) and dt_bias [H] fp32; state [states, H, V, K] fp32 or
-    bf16, read and written. Value head h reads key head h // (H / num_key_heads). Returns [T, H, V]
-    in the dtype of `mixed`.
+    bf16, read and written. Value head h reads key head h // (H / num_key_heads). `pending` as in
+    `short_conv`. Returns [T, H, V] in the dtype of `mixed`.
     """
     _, heads, value_dim, key_dim = state.shape
     q, k, v = unit_heads(mixed, num_key_heads, key_dim, value_dim)
     inputs = (q, k, v, *gates(b, a, decay, dt_bias))
     out = torch.empty(v.shape, dtype=mixed.dtype, device=mixed.device)
+    at_once = max(1, _SCRATCH_NUMBERS // (heads * value_dim * key_dim))
+    for count, states in plan.replays:
+        assert pending is not None, "nothing keeps what is pending"
+        for some in states.split(at_once):
+            _replay(state, pending, some, count)
     for row in plan.rows:
         if row.num_chunked:
             _run_chunks(out, inputs, state, plan, row)
-    at_once = max(1, _SCRATCH_NUMBERS // (heads * value_dim * key_dim))
     for group in plan.tails:
+        held = pending if group.holds_back else None
+        assert held is not None or not group.holds_back, "nothing keeps what is held back"
         for first in range(0, len(group.rows), at_once):
             part = slice(first, first + at_once)
-            _run_tokens(
-                out, inputs, state, group.states[part], group.tokens[part], group.is_new[part]
-            )
+            columns = group.states[part], group.tokens[part], group.is_new[part]
+            _run_tokens(out, inputs, state, *columns, held)
     return out
 
 
@@ -178,19 +255,47 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """q, k, v of all tokens, g and beta; fp32."""
 
 
+def _replay(state: Tensor, pending: PendingTokens, states: Tensor, count: int) -> None:
+    """Take the first `count` tokens that are pending into `states`."""
+    now = state.index_select(0, states).float()
+    for at in range(count):
+        k = _for_value_heads(pending.keys[states, at], now.shape[1])
+        replay(now, k, pending.updates[states, at], pending.decays[states, at])
+        _round(now, state.dtype)
+    state.index_copy_(0, states, now.to(state.dtype))
+
+
 def _run_tokens(
-    out: Tensor, inputs: Inputs, state: Tensor, states: Tensor, tokens: Tensor, is_new: Tensor
+    out: Tensor,
+    inputs: Inputs,
+    state: Tensor,
+    states: Tensor,
+    tokens: Tensor,
+    is_new: Tensor,
+    held: PendingTokens | None,
 ) -> None:
-    """Take rows token by token, side by side: tokens [R, count] int64."""
+    """Take rows token by token, side by side: tokens [R, count] int64. `held`: keeps what they do,
+    instead of `state`."""
     now = state.index_select(0, states).float()
     now.masked_fill_(is_new[:, None, None, None], 0)
-    for column in tokens.T:
+    for at, column in enumerate(tokens.T):
         q, k, v, g, beta = (x.index_select(0, column) for x in inputs)
-        q, k = (_for_value_heads(x, now.shape[1]) for x in (q, k))
-        out[column] = step(now, q, k, v, g, beta).to(out.dtype)
-        if state.dtype != now.dtype:
-            now.copy_(now.to(state.dtype))
-    state.index_copy_(0, states, now.to(state.dtype))
+        wide_q, wide_k = (_for_value_heads(x, now.shape[1]) for x in (q, k))
+        fade = g.exp()
+        o, update = step(now, wide_q, wide_k, v, fade, beta)
+        out[column] = o.to(out.dtype)
+        if held is not None:
+            held.keys[states, at], held.updates[states, at] = k, update
+            held.decays[states, at] = fade
+        _round(now, state.dtype)
+    if held is None:
+        state.index_copy_(0, states, now.to(state.dtype))
+
+
+def _round(now: Tensor, dtype: torch.dtype) -> None:
+    """What is stored in `dtype` goes on as it will be read again."""
+    if now.dtype != dtype:
+        now.copy_(now.to(dtype))
 
 
 def _run_chunks(out: Tensor, inputs: Inputs, state: Tensor, plan: DeltaPlan, row: DeltaRow) -> None:
@@ -250,8 +355,13 @@ def _for_value_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _groups(spans: list[tuple[DeltaRow, int, int]], states: Tensor) -> Iterator[RowGroup]:
-    """Group (row, first token, tokens) by how many tokens there are, those with none left out."""
-    for count, same in groupby(sorted(spans, key=lambda span: span[2]), key=lambda span: span[2]):
+    """Group (row, first token, tokens) by how many tokens there are, those with none left out, and
+    by whether they are held back."""
+
+    def kind(span: tuple[DeltaRow, int, int]) -> tuple[int, bool]:
+        return span[2], span[0].holds_back
+
+    for (count, holds_back), same in groupby(sorted(spans, key=kind), key=kind):
         if not count:
             continue
         rows, firsts = zip(*((row, first) for row, first, _ in same), strict=True)
@@ -263,4 +373,12 @@ def _groups(spans: list[tuple[DeltaRow, int, int]], states: Tensor) -> Iterator[
             states.index_select(0, index),
             tokens.to(states.device),
             torch.tensor(new, device=states.device),
+            holds_back,
         )
+
+
+def _replays(rows: Sequence[DeltaRow], states: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Group the states of rows by how many tokens are pending, those with none left out."""
+    for count in sorted({row.num_pending for row in rows} - {0}):
+        same = [row.index for row in rows if row.num_pending == count]
+        yield count, states.index_select(0, torch.tensor(same, device=states.device))

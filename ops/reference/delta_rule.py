@@ -34,15 +34,28 @@ def unit_heads(mixed: Tensor, num_key_heads: int, key_dim: int, value_dim: int) 
     return [q * key_dim**-0.5, k, v.unflatten(1, (-1, value_dim))]
 
 
-def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Take one token into `state` [..., values, keys], in place, and return o [..., values].
+def step(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, fade: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Take one token into `state` [..., values, keys], in place.
 
-    q, k [..., keys], v [..., values], g, beta [...]; all fp32.
+    q, k [..., keys], v [..., values], fade = exp(g) and beta [...]; all fp32. Returns o and
+    u = beta (v - S k), which was written for k, [..., values].
     """
-    state.mul_(g.exp()[..., None, None])
-    correction = (v - _read(state, k)) * beta[..., None]
-    state.add_(correction[..., :, None] * k[..., None, :])
-    return _read(state, q)
+    state.mul_(fade[..., None, None])
+    update = (v - _read(state, k)) * beta[..., None]
+    _write(state, k, update)
+    return _read(state, q), update
+
+
+def replay(state: Tensor, k: Tensor, update: Tensor, fade: Tensor) -> None:
+    """Take a token into `state` in place, by what `step` found: bit for bit what `step` did."""
+    state.mul_(fade[..., None, None])
+    _write(state, k, update)
+
+
+def _write(state: Tensor, k: Tensor, update: Tensor) -> None:
+    state.add_(update[..., :, None] * k[..., None, :])
 
 
 def _read(state: Tensor, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.ops.delta import CHUNK
+from unisono.ops.delta import CHUNK, PendingTokens
 from unisono.ops.table import Ops
 
 
@@ -40,13 +40,16 @@ class Request:
     def __len__(self) -> int:
         return len(self.x)
 
+    def cuts(self, position: int, most: int) -> list[int]:
+        """Counts from `position` on that the scheduler may choose."""
+        ends = [*range(position + CHUNK, self.num_prompt, CHUNK)]
+        past = max(position + 1, self.num_prompt)
+        ends += range(past, min(len(self), max(position, self.num_prompt) + most) + 1)
+        return [end - position for end in ends]
+
     def next_cut(self, position: int, most: int) -> int:
-        """A count from `position` on that the scheduler may choose."""
-        if position >= self.num_prompt:
-            return random.randint(1, min(most, len(self) - position))
-        legal = [*range(position + CHUNK, self.num_prompt, CHUNK)]
-        legal += range(self.num_prompt, min(len(self), self.num_prompt + most) + 1)
-        return random.choice(legal) - position
+        """One of `cuts`."""
+        return random.choice(self.cuts(position, most))
 
 
 class Span(NamedTuple):
@@ -56,6 +59,10 @@ class Span(NamedTuple):
     start: int
     count: int
     saves: tuple[tuple[int, int], ...] = ()
+    num_pending: int = 0
+    num_true: int | None = None
+    """How many of its tokens, which are held back, will be accepted; the others are NaN. None:
+    they are the request's own."""
 
 
 class Layer:
@@ -93,6 +100,19 @@ class Layer:
         state = (num_states, heads, shape.value_dim, shape.key_dim)
         self.conv = torch.full(conv, float("nan"), dtype=dtype, device=self.device)
         self.state = torch.full(state, float("nan"), dtype=state_dtype, device=self.device)
+        self.pending: PendingTokens | None = None
+
+    def keep_pending(self, num_drafts: int) -> None:
+        """Make room for steps with drafts, all NaN as well."""
+        shape, numbers, tokens = self.shape, len(self.state), num_drafts + 1
+        sizes = (shape.key_heads, shape.key_dim), (shape.value_heads, shape.value_dim)
+        self.pending = PendingTokens(
+            self.conv.new_full((numbers, tokens, shape.channels), float("nan")),
+            *(
+                torch.full((numbers, tokens, *size), float("nan"), device=self.device)
+                for size in (*sizes, (shape.value_heads,))
+            ),
+        )
 
     def run(self, spans: Sequence[Span]) -> list[Tensor]:
         """One step: the outputs [count, value heads, value_dim] of each span."""
@@ -102,22 +122,22 @@ class Layer:
             [self.requests[span.request].num_prompt for span in spans],
             [span.request + 1 for span in spans],
             [(row, *save) for row, span in enumerate(spans) for save in span.saves],
+            [span.num_pending for span in spans],
+            [span.num_true is not None for span in spans],
             device=self.device,
         )
-        x, b, a = (
-            torch.cat(
-                [
-                    getattr(self.requests[span.request], name)[span.start : span.start + span.count]
-                    for span in spans
-                ]
-            )
-            for name in ("x", "b", "a")
-        )
-        mixed = self.ops.short_conv(x, self.weight, self.conv, plan)
-        out = self.ops.delta_rule(
-            mixed, b, a, self.decay, self.dt_bias, self.state, plan, self.shape.key_heads
-        )
+        x, b, a = (torch.cat([self._of(span, name) for span in spans]) for name in ("x", "b", "a"))
+        mixed = self.ops.short_conv(x, self.weight, self.conv, plan, self.pending)
+        gates, heads = (b, a, self.decay, self.dt_bias), self.shape.key_heads
+        out = self.ops.delta_rule(mixed, *gates, self.state, plan, heads, self.pending)
         return list(out.split([span.count for span in spans]))
+
+    def _of(self, span: Span, name: str) -> Tensor:
+        values = getattr(self.requests[span.request], name)[span.start : span.start + span.count]
+        if span.num_true is not None:
+            values = values.clone()
+            values[span.num_true :] = float("nan")
+        return values
 
     def state_of(self, number: int) -> tuple[Tensor, Tensor]:
         """The convolution's and the recurrence's, copied."""
@@ -128,6 +148,9 @@ class Layer:
 
     def spoil(self, number: int) -> None:
         self.conv[number], self.state[number] = float("nan"), float("nan")
+        if kept := self.pending:
+            for tensor in (kept.inputs, kept.keys, kept.updates, kept.decays):
+                tensor[number] = float("nan")
 
     def _some(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape).to(dtype).to(self.device)
