@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.ops.comm import Group
+from unisono.ops.delta import PendingTokens
 from unisono.ops.table import Ops
 
 
@@ -74,11 +75,12 @@ class StateCache:
     conv [states, conv_width - 1, channels] in the model's dtype: the last inputs of the
     convolution, the newest last. state [states, value_heads, value_head_dim, key_head_dim] fp32
     (or bf16, rounded after every token): the transpose of the S of the formula, so that keys lie
-    side by side.
+    side by side. pending: the tokens that may yet be rejected; None where nothing drafts.
     """
 
     conv: Tensor
     state: Tensor
+    pending: PendingTokens | None = None
 
 
 Caches = Sequence[LayerCache | StateCache]

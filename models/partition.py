@@ -8,6 +8,7 @@ head shared by the ranks that hold its queries).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -132,13 +133,33 @@ class ModelPartition:
 
     def state_elements(self, rank: int) -> tuple[int, int]:
         """Numbers of one request's state in one delta net: of its convolution, of its rule."""
-        delta, values = self.config.delta, self.value_heads.size(rank)
+        delta = self.config.delta
         if delta is None:
             return 0, 0
-        channels = 2 * self.key_heads.size(rank) * delta.key_head_dim
-        channels += values * delta.value_head_dim
-        state = values * delta.value_head_dim * delta.key_head_dim
-        return channels * (delta.conv_width - 1), state
+        state = self.value_heads.size(rank) * delta.value_head_dim * delta.key_head_dim
+        return self._conv_channels(rank) * (delta.conv_width - 1), state
+
+    def pending_shapes(self, rank: int, num_drafts: int) -> tuple[tuple[int, ...], ...]:
+        """What one request keeps in one delta net of a step with up to `num_drafts` drafts: its
+        parts of `PendingTokens`, `inputs` (of the model's dtype), then three of fp32. () without
+        drafts or delta nets."""
+        delta, tokens = self.config.delta, num_drafts + 1
+        if delta is None or not num_drafts:
+            return ()
+        keys, values = self.key_heads.size(rank), self.value_heads.size(rank)
+        heads = (keys, delta.key_head_dim), (values, delta.value_head_dim), (values,)
+        return (tokens, self._conv_channels(rank)), *((tokens, *head) for head in heads)
+
+    def pending_elements(self, rank: int, num_drafts: int) -> tuple[int, int]:
+        """Numbers of `pending_shapes`: those of the model's dtype, those of fp32."""
+        inputs, *rest = map(math.prod, self.pending_shapes(rank, num_drafts) or ((0,),))
+        return inputs, sum(rest)
+
+    def _conv_channels(self, rank: int) -> int:
+        delta = self.config.delta
+        assert delta is not None
+        values = self.value_heads.size(rank) * delta.value_head_dim
+        return 2 * self.key_heads.size(rank) * delta.key_head_dim + values
 
 
 def legal_rank_counts(config: ModelConfig, limit: int = 64) -> tuple[int, ...]:

@@ -79,13 +79,13 @@ class DeltaNet:
     def __call__(
         self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, cache: StateCache
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden]; leaves the state behind its tokens in the cache."""
+        """[T, hidden] -> [T, hidden]; leaves the state behind its tokens in the cache, or, where
+        they are held back, that before them."""
         ops = self._ops
         mixed, z, b, a = self.inputs(x).split(self._widths, dim=1)
-        mixed = ops.short_conv(mixed, self.conv[:, 0], cache.conv, batch.delta)
-        y = ops.delta_rule(
-            mixed, b, a, self.decay, self.dt_bias, cache.state, batch.delta, self._keys
-        )
-        gates = z.unflatten(1, (self._values, self._value_dim))
-        normed = ops.gated_rms_norm(y, gates, self.norm, self._eps)
+        mixed = ops.short_conv(mixed, self.conv[:, 0], cache.conv, batch.delta, cache.pending)
+        gates = (b, a, self.decay, self.dt_bias)
+        y = ops.delta_rule(mixed, *gates, cache.state, batch.delta, self._keys, cache.pending)
+        z = z.unflatten(1, (self._values, self._value_dim))
+        normed = ops.gated_rms_norm(y, z, self.norm, self._eps)
         return self.out(normed.flatten(1))

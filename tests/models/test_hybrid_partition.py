@@ -223,6 +223,11 @@ def test_a_replicated_key_head_and_some_of_its_value_heads() -> None:
     assert specs[name + "conv1d.weight"].ranges == ((0, 3), (6, 9), (22, 27))
     assert specs[name + "conv1d.weight"].local_shape == (11, 1, 4)
     assert partition.state_elements(1) == (11 * 3, 15)
+    assert partition.pending_shapes(1, 2) == ((3, 11), (3, 1, 3), (3, 1, 5), (3, 1))
+    assert partition.pending_shapes(0, 8)[1:] == ((9, 1, 3), (9, 2, 5), (9, 2))
+    assert partition.pending_elements(1, 2) == (33, 9 + 15 + 3)
+    assert partition.pending_shapes(1, 0) == ()
+    assert partition.pending_elements(1, 0) == (0, 0)
 
 
 def test_names_of_the_two_layouts() -> None:
