@@ -19,16 +19,18 @@ import torch
 from torch import Tensor
 
 from tests.closeness import assert_close, assert_same_bits
-from tests.ops import delta_rig, kernel_rig
+from tests.ops import delta_rig, kernel_rig, pending_rig
 from tests.rig import LocalEngine, run_ranks
 from tests.tiny import random_ids, write_checkpoint
-from unisono.models.config import ModelConfig, RopeConfig
-from unisono.models.interface import Build
+from unisono.models.config import DeltaConfig, ModelConfig, RopeConfig
+from unisono.models.interface import Build, ForwardBatch, StateCache
+from unisono.models.layers.delta_net import DeltaNet
 from unisono.models.layers.mlp import GatedMLP
 from unisono.models.partition import ModelPartition
 from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape
 from unisono.ops.comm import Group, solo_group
+from unisono.ops.delta import PendingTokens
 from unisono.ops.gpu import gpu_ops
 from unisono.ops.linear import SMALL_HEIGHTS, ExactLinear, plain_product
 from unisono.ops.reference.rope_kv import write_kv
@@ -430,6 +432,48 @@ def answer_in_company(
         assert_same_states(layer, i + 1, end)
 
 
+_PENDING_SHAPES = [
+    (delta_rig.Shape(2, 6, 8, 12), torch.float32),
+    (delta_rig.Shape(2, 4, 8, 8), torch.bfloat16),
+    (delta_rig.Shape(1, 1, 16, 16, 2), torch.bfloat16),
+    (delta_rig.Shape(4, 8, 64, 72), torch.float32),
+]
+
+
+@on_every_backend(("shape", "state_dtype"), _PENDING_SHAPES, quick=[])
+def test_tokens_held_back_from_a_state(
+    backend: str, dtype: torch.dtype, shape: delta_rig.Shape, state_dtype: torch.dtype
+) -> None:
+    """States and accepted tokens as token by token: with 1 to 8 drafts, by scripts of how many are
+    made and accepted, beside rows without any, and again after a pre-emption."""
+    lengths = [(1, 27), (2, 20), (3, 22), (64, 80), (70, 96), (130, 150)]
+    layer = delta_rig.Layer(ops_of(backend), shape, lengths, dtype, state_dtype, device_of(backend))
+    walks = [pending_rig.Walk.of(layer, i) for i in range(len(lengths))]
+    for num_drafts in range(1, 9):
+        layer.keep_pending(num_drafts)
+        patterns = random.choices(pending_rig.PATTERNS, k=len(lengths))
+        run_in_company(pending_rig.Drafting(layer, walks), num_drafts, patterns)
+
+
+def run_in_company(
+    drafting: pending_rig.Drafting, num_drafts: int, patterns: Sequence[str]
+) -> None:
+    requests, steps = drafting.layer.requests, [0] * len(patterns)
+    while unfinished := [i for i in range(len(patterns)) if drafting.left(i)]:
+        rows = []
+        for i in random.sample(unfinished, random.randint(1, len(unfinished))):
+            if random.random() < 0.02:
+                drafting.restart(i)
+            if drafting.in_prompt(i) or random.random() < 0.1:
+                count = requests[i].next_cut(drafting.position[i], random.choice([1, 3, 12]))
+                rows.append(drafting.plain(i, count))
+            else:
+                script = pending_rig.scripted(patterns[i], steps[i], num_drafts)
+                rows.append(drafting.drafted(i, *script))
+                steps[i] += 1
+        drafting.step(rows)
+
+
 @on_every_backend(
     ("num_experts", "num_chosen", "renormalise"),
     [(6, 2, True), (5, 5, False), (60, 4, True), (512, 10, True)],
@@ -490,6 +534,63 @@ def test_mlp_layer(dtype: torch.dtype) -> None:
         target.copy_(torch.randn(target.shape) / 9)
     mlp.pack()
     rows_keep_their_bits("mlp", mlp, torch.randn(130, 72).to(dtype))
+
+
+@pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_delta_net_with_drafts(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
+    """An answer to 5 tokens: token by token, and in rows of up to 4 of which some are kept."""
+    config = ModelConfig(
+        family="qwen3_next",
+        vocab_size=199,
+        hidden_size=72,
+        intermediate_size=136,
+        num_layers=1,
+        num_heads=3,
+        num_kv_heads=3,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=128,
+        rope=RopeConfig(rotary_dim=8),
+        delta=DeltaConfig(
+            num_key_heads=2, num_value_heads=6, key_head_dim=8, value_head_dim=12, conv_width=4
+        ),
+        delta_layers=(True,),
+    )
+    partition, ops = ModelPartition.of(config, 1), dispatch.resolve(CPU, 8)
+    net = DeltaNet(Build(ops, solo_group(), dtype, CPU), partition)
+    for _, target in net.targets(""):
+        target.copy_(torch.randn(target.shape) / 9)
+    net.pack()
+    x = torch.randn(60, 72).to(dtype)
+    kept = partition.pending_shapes(0, 3)
+    pending = PendingTokens(
+        torch.full((2, *kept[0]), float("nan"), dtype=dtype),
+        *(torch.full((2, *shape), float("nan")) for shape in kept[1:]),
+    )
+    conv, state = torch.zeros(2, 3, 104, dtype=dtype), torch.zeros(2, 6, 12, 8, dtype=state_dtype)
+    caches = [StateCache(conv, state), StateCache(conv.clone(), state.clone(), pending)]
+
+    def run(cache: StateCache, start: int, count: int, before: int = 0, true: int = 0) -> Tensor:
+        plan = ops.plan_delta([start], [count], [5], [1], (), [before], [true > 0])
+        tokens = x[start : start + count].clone()
+        if true:
+            tokens[true:] = float("nan")
+        at = torch.zeros(count, dtype=torch.int64)
+        batch = ForwardBatch(at, at, at, {}, plan)
+        return net(tokens, (tokens, tokens), batch, cache)
+
+    single = [run(caches[0], 0, 5), *(run(caches[0], at, 1) for at in range(5, 60))]
+    outputs, at, before = [run(caches[1], 0, 5)], 5, 0
+    for count, true in itertools.cycle([(4, 4), (4, 1), (4, 3), (1, 0), (2, 1), (1, 0), (1, 0)]):
+        if at + count > 60:
+            break
+        outputs.append(run(caches[1], at, count, before, true)[: true or count])
+        at, before = at + (true or count), true
+    outputs.append(run(caches[1], at, 60 - at, before))
+    assert_same_bits("outputs", torch.cat(outputs), torch.cat(single))
+    assert_same_bits("state", caches[1].state, caches[0].state)
+    assert_same_bits("inputs", caches[1].conv, caches[0].conv)
 
 
 # ---------------------------------------------------------------- the model
