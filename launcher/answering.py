@@ -106,6 +106,11 @@ class Answer:
     """Prompt tokens that were not computed, because an earlier request began with the same."""
     waited_s: float = 0.0
     """Of `total_s`, what the runtime spent waiting for the ranks; 0: not known."""
+    drafted: tuple[int, ...] = ()
+    """By place in a chain: drafts of it that were checked. Not known where a stop string ended the
+    answer."""
+    accepted: tuple[int, ...] = ()
+    """Those of them that were right, each behind others that were."""
 
     @property
     def token_s(self) -> float:
@@ -296,7 +301,8 @@ class Answering:
                     entry.sink(entry.piece(rest))
                 reason = "stop" if entry.search.found else event.reason
                 times = event.first_token_s, event.total_s, event.waited_s
-                self._answer(entry, reason, *times)
+                drafts = {"drafted": tuple(event.drafted), "accepted": tuple(event.accepted)}
+                self._answer(entry, reason, *times, **drafts)
             case Rejected():
                 del self._running[event.request_id]
                 self._answer(entry, "rejected", 0.0, 0.0, error=event.message)
@@ -311,6 +317,8 @@ class Answering:
         total_s: float,
         waited_s: float = 0.0,
         error: str = "",
+        drafted: tuple[int, ...] = (),
+        accepted: tuple[int, ...] = (),
     ) -> None:
         entry.sink(
             Answer(
@@ -328,6 +336,8 @@ class Answering:
                 numerics=self._numerics,
                 num_cached_tokens=entry.num_cached_tokens,
                 waited_s=waited_s,
+                drafted=drafted,
+                accepted=accepted,
             )
         )
 

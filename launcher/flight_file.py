@@ -147,7 +147,8 @@ def _read_header(path: Path, line: bytes) -> FlightHeader:
 def replay_plans(flight: Flight, step: int) -> list[StepPlan]:
     """Plans that bring fresh ranks to where `step` began, and last its own.
 
-    That is unchanged but for drafts, which nobody recorded: each row gives its first token. Their numbers end with 0, so that none is that of a recorded step. Raises ConfigError.
+    That is unchanged but for drafts, which nobody recorded: each row gives its first token. The
+    numbers end with 0, so that none is that of a recorded step. Raises ConfigError.
     """
     plan = flight.find(step).plan
     before, after = flight.slots_before(step), flight.slots_before(step)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
+from itertools import zip_longest
 from typing import Any
 
 import click
@@ -208,11 +209,8 @@ def closing_line(
         if speed:
             speed += _of_floor(served[0], worker, card)
             share = f" ({_percent(first / seconds)})"
-    waited = _waiting(served)
-    return (
-        f"{amount} in {seconds:.2f} s: {speed}first token {first:.2f} s{share}{spared}{waited} "
-        f"{where}"
-    )
+    told = f"{share}{spared}{_drafting(served)}{_waiting(served)}"
+    return f"{amount} in {seconds:.2f} s: {speed}first token {first:.2f} s{told} {where}"
 
 
 def _refuse_logprobs(params: SamplingParams) -> None:
@@ -268,6 +266,8 @@ def _as_json(answer: Answer, prompt: Prompt) -> str:
         },
         "digest": answer.digest,
     }
+    if answer.drafted:
+        entry["drafts"] = {"checked": [*answer.drafted], "right": [*answer.accepted]}
     for name in LOGPROB_OPTIONS:
         if (entries := getattr(answer, name)) is not None:
             entry[name] = logprobs_json(entries)
@@ -291,6 +291,19 @@ def _report_rejected(answers: Sequence[Answer], console: Console) -> int:
         name = f"prompt {answer.index + 1} of {len(answers)}" if len(answers) > 1 else "the prompt"
         console.note(f"unisono: error: {name} was rejected: {answer.error}")
     return EXIT_REJECTED if rejected else 0
+
+
+def _drafting(answers: Sequence[Answer]) -> str:
+    """Return ", 2.6 tokens a step (drafts right: 92 %, 70 %)", or nothing without drafts.
+
+    The shares are those of each place in a chain, of all that were checked there.
+    """
+    checked = [sum(each) for each in zip_longest(*(a.drafted for a in answers), fillvalue=0)]
+    right = [sum(each) for each in zip_longest(*(a.accepted for a in answers), fillvalue=0)]
+    if not checked:
+        return ""
+    shares = ", ".join(_percent(a / b) for a, b in zip(right, checked, strict=True))
+    return f", {1 + sum(right) / checked[0]:.2f} tokens a step (drafts right: {shares})"
 
 
 def _speed(tokens: int, seconds: float) -> str:

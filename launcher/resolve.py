@@ -85,7 +85,9 @@ def prepare(
     model = read_source_config(source, options.get("load_format", "auto"))
     launch = resolve_config(options, str(source.path), model, host_facts(environ), cluster)
     if launch.runtime.worker.load_format != "random":
-        check_checkpoint(source.path, ModelPartition.of(model, launch.runtime.worker.tp))
+        worker = launch.runtime.worker
+        drafts = worker.num_drafts > 0
+        check_checkpoint(source.path, ModelPartition.of(model, worker.tp, drafts=drafts))
     return Prepared(source=source, launch=launch)
 
 

@@ -12,7 +12,9 @@ from unisono.workers.config import BLOCK_SIZE
 
 
 class KVCache:
-    """Blocks 1 .. num_blocks of every attention layer, the one that drafts last; block 0 is scratch.
+    """Blocks 1 .. num_blocks of every attention layer, and block 0 for scratch.
+
+    The layer that drafts, if there is one, comes last.
 
     `generation` counts allocations: whatever remembers addresses compares it first.
     """

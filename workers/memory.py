@@ -25,7 +25,7 @@ class OutOfMemory(RuntimeError):
 def block_bytes(partition: ModelPartition, rank: int, dtype: torch.dtype) -> int:
     """Bytes of one KV block on `rank`, all layers with attention, keys and values."""
     config = partition.config
-    per_token = 2 * config.num_kv_layers * partition.kv_heads.size(rank) * config.head_dim
+    per_token = 2 * partition.num_kv_layers * partition.kv_heads.size(rank) * config.head_dim
     return per_token * BLOCK_SIZE * dtype.itemsize
 
 

@@ -99,15 +99,17 @@ class ModelRunner:
         """
         self._refuse_what_is_not_there(plan)
         self._apply_changes(plan)
-        if self._tracer is None and self._speculator is None and self._decode is not None:
-            if self._decode.serves(plan.rows):
-                return self._run_decode(self._decode, plan.rows)
+        is_plain = self._tracer is None and self._speculator is None
+        if is_plain and self._decode is not None and self._decode.serves(plan.rows):
+            return self._run_decode(self._decode, plan.rows)
         inputs = self._builder.build(plan)
-        if self._tracer is None:
-            return self._run(inputs, plan.num_proposals)
-        self._tracer.begin(inputs.rows, self._slots)
-        output = self._run(inputs, plan.num_proposals)
-        self._tracer.end()
+        if self._tracer is not None:
+            self._tracer.begin(inputs.rows, self._slots)
+        hidden, output = self._run(inputs)
+        if self._tracer is not None:
+            self._tracer.end()
+        if self._speculator is not None:
+            self._speculator.propose(inputs, hidden, self._cache.layers[-1], plan.num_proposals)
         return output
 
     def _refuse_what_is_not_there(self, plan: StepPlan) -> None:
@@ -126,22 +128,19 @@ class ModelRunner:
         positions = torch.tensor(rows.start, dtype=torch.int64).to(hidden.device) + 1
         return self._sample(hidden, rows.slot, slots, positions, int32s())
 
-    def _run(self, inputs: StepInputs, num_proposals: int) -> StepOutput:
+    def _run(self, inputs: StepInputs) -> tuple[Tensor, StepOutput]:
+        """Return the hidden states [T, width] and what was sampled."""
         rows, why = inputs.rows, "prompt tokens" if self._speculator is None else "drafts"
         key = (len(inputs.batch.token_ids), len(rows))
         hidden = self._graphs.run("forward", key, lambda: self._forward(inputs), why)
         records = prompt_logprobs(rows, self._slots, hidden, self._model.logits, self._sampler)
-        output = StepOutput([], records or None)
-        if len(inputs.logits_index):
-            ends = hidden.index_select(0, inputs.logits_index)
-            if self._speculator is None:
-                places = (inputs.row_slots, inputs.sample_slots, inputs.sample_positions)
-                return self._sample(ends, *places, records)
-            output = self._sample_with_drafts(self._speculator, inputs, ends, records)
+        if not len(inputs.logits_index):
+            return hidden, StepOutput([], records or None)
+        ends = hidden.index_select(0, inputs.logits_index)
         if self._speculator is not None:
-            cache = self._cache.layers[-1]
-            self._speculator.propose(inputs, hidden, cache, num_proposals)
-        return output
+            return hidden, self._sample_with_drafts(self._speculator, inputs, ends, records)
+        places = (inputs.row_slots, inputs.sample_slots, inputs.sample_positions)
+        return hidden, self._sample(ends, *places, records)
 
     def _sample_with_drafts(
         self, speculator: Speculator, inputs: StepInputs, hidden: Tensor, records: array[int]

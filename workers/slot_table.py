@@ -16,11 +16,11 @@ class SlotTable:
     """Slots 1 .. num_slots; slot 0 is scratch. Opening a slot forgets its former request.
 
     token_ids [slots, max_model_len + 1 + num_drafts] int64: prompt, then answer, written where it
-    is sampled, so a decode step needs no token from the host, then drafts. block_table [slots, blocks] int64.
-    lengths [slots] int64: tokens that a slot holds, so that a decode step needs no position from
-    the host either. states [slots] int64: the recurrent state of each, 0 where the model has none;
-    num_pending [slots] int64: the last tokens of each that its state has not taken in.
-    `sampling` says how the tokens of each slot are chosen.
+    is sampled, so a decode step needs no token from the host, then drafts. block_table [slots,
+    blocks] int64. lengths [slots] int64: tokens that a slot holds, so that a decode step needs no
+    position from the host either. states [slots] int64: the recurrent state of each, 0 where the
+    model has none. num_pending [slots] int64: the last tokens of each that its state has not taken
+    in. `sampling` says how the tokens of each slot are chosen.
     """
 
     def __init__(

@@ -105,7 +105,8 @@ class Tracer:
             sampled += size
 
     def end(self) -> None:
-        """Write what the step gave to the files."""
+        """Write what the step gave to the files. What is computed behind it is not watched."""
+        self._tokens, self._samples, self._contexts = [], [], []
         with self._lines_path.open("a", encoding="utf-8") as lines:
             lines.writelines(self._lines)
         if self._keeps_values:
