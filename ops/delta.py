@@ -125,14 +125,9 @@ def plan_delta(
     where a token of the prompt or at position 0 were pending or held back: a request that begins,
     or begins anew after a pre-emption, has none.
     """
-<<<<<<< HEAD
-    of_rows = [x.tolist() if isinstance(x, Tensor) else x for x in (num_pending, holds_back)]
-    rows = tuple(delta_rows(starts, counts, num_prompts, saves, *of_rows))
-=======
     pending = num_pending.tolist() if isinstance(num_pending, Tensor) else num_pending
     held = holds_back.tolist() if isinstance(holds_back, Tensor) else holds_back
     rows = tuple(delta_rows(starts, counts, num_prompts, saves, pending, held))
->>>>>>> hpend
     numbers = torch.as_tensor(states, dtype=torch.int64).to(device)
     return DeltaPlan(
         rows,
@@ -249,17 +244,10 @@ def delta_rule(
     for group in plan.tails:
         held = pending if group.holds_back else None
         assert held is not None or not group.holds_back, "nothing keeps what is held back"
-<<<<<<< HEAD
-        for some, tokens, is_new in zip(
-            *(x.split(at_once) for x in (group.states, group.tokens, group.is_new)), strict=True
-        ):
-            _run_tokens(out, inputs, state, some, tokens, is_new, held)
-=======
         for first in range(0, len(group.rows), at_once):
             part = slice(first, first + at_once)
             columns = group.states[part], group.tokens[part], group.is_new[part]
             _run_tokens(out, inputs, state, *columns, held)
->>>>>>> hpend
     return out
 
 
