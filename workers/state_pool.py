@@ -69,8 +69,11 @@ class StatePool:
             tensor[:, states] = 0
 
     def copy(self, source: int, target: int) -> None:
-        """Make state `target` of every layer what state `source` is."""
-        for tensor in self._tensors:
+        """Make state `target` of every layer what state `source` is.
+
+        A snapshot is of a prompt's tokens, which nothing takes back.
+        """
+        for tensor in self._tensors[:2]:
             tensor[:, target] = tensor[:, source]
 
 
