@@ -6,6 +6,7 @@ Bits of logits are compared beside tokens, so that a state that is a little off 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from tests.closeness import assert_same_bits
 from tests.copying import Copying, write_copying_mtp
 from tests.rig import Answer, LocalEngine
 from tests.tiny import DRAFTING, random_ids, write_checkpoint
+from unisono.ops.reference.filters import filter_logits
+from unisono.ops.reference.penalties import penalize
 from unisono.runtime.protocol import SamplingParams
 
 LENGTHS = (*range(1, 13), 63, 64, 65, 66)
@@ -203,3 +206,74 @@ def test_a_layer_that_is_always_right_is_always_accepted(
     assert engine.accepted == engine.drafted
     # The first token comes with the prompt, then 4 a step.
     assert [each[0] for each in engine.drafted] == [6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    "num_draws", [pytest.param(1500, id="some"), pytest.param(20_000, marks=pytest.mark.soak)]
+)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"temperature": 1.5, "top_k": 3},
+        {"temperature": 2.0, "top_p": 0.25, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+    ],
+    ids=["top-k", "top-p and penalties"],
+)
+def test_drafted_tokens_are_drawn_from_the_exact_distribution(
+    recipe: dict[str, Any], num_draws: int, tmp_path: Path
+) -> None:
+    """Three tokens, of which two were drafted: chi-square over what can come of them together."""
+    write_copying_mtp("qwen3.5", tmp_path, silent=True)
+    prompt = random_ids(9, VOCABULARY, seed=9)
+    exact = {(): 1.0}
+    engine = LocalEngine(tmp_path, max_requests=256, num_blocks=256, num_drafts=3)
+    for _ in range(3):
+        exact = {
+            (*said, token): odds * share
+            for said, odds in exact.items()
+            for token, share in distribution(engine, prompt, said, recipe).items()
+        }
+    params = [SamplingParams(seed=seed, ignore_eos=True, **recipe) for seed in range(num_draws)]
+    seen: Counter[tuple[int, ...]] = Counter()
+    drafted = accepted = 0
+    for start in range(0, num_draws, 256):
+        part = params[start : start + 256]
+        answers = engine.generate([prompt] * len(part), max_tokens=4, params=part)
+        seen.update(tuple(answer.token_ids[:3]) for answer in answers)
+        drafted += sum(map(sum, engine.drafted))
+        accepted += sum(map(sum, engine.accepted))
+    assert accepted > 0.8 * drafted
+    assert set(seen) <= set(exact)
+    rare = [said for said, odds in exact.items() if odds * num_draws < 5]
+    cells = [([said], odds) for said, odds in exact.items() if odds * num_draws >= 5]
+    if rare:
+        cells.append((rare, sum(exact[said] for said in rare)))
+    statistic = sum(
+        (sum(seen[said] for said in group) - num_draws * odds) ** 2 / (num_draws * odds)
+        for group, odds in cells
+    )
+    # Wilson and Hilferty: the cube root of chi-square over its freedom is nearly normal. Four
+    # deviations are passed once in 30,000 times.
+    free = len(cells) - 1
+    deviation = ((statistic / free) ** (1 / 3) - (1 - 2 / (9 * free))) / (2 / (9 * free)) ** 0.5
+    assert deviation < 4, (statistic, free)
+
+
+def distribution(
+    engine: LocalEngine, prompt: Sequence[int], said: Sequence[int], recipe: dict[str, Any]
+) -> dict[int, float]:
+    """Of the token behind `prompt` and `said`, by the formulas that are tested by themselves."""
+    params = SamplingParams(**recipe)
+    ids = torch.tensor([[*prompt, *said]])
+    logits = engine.prompt_logits(ids[0].tolist())[-1:].float()
+
+    def one(value: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        return torch.tensor([value], dtype=dtype)
+
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    lengths = (one(len(prompt), torch.int64), one(ids.shape[1], torch.int64))
+    logits = penalize(logits, ids, *lengths, *map(one, penalties), 0)
+    temperature, top_k = one(params.temperature), one(params.top_k, torch.int64)
+    left = filter_logits(logits, temperature, top_k, one(params.top_p), one(params.min_p))
+    odds = (left[0].double() / params.temperature).softmax(0)
+    return {int(token): float(odds[token]) for token in odds.nonzero().flatten()}

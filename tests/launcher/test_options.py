@@ -36,6 +36,7 @@ OTHER_VALUES = {
     "memory_utilization": ("0.5", 0.5),
     "state_slots": ("6", 6),
     "state_dtype": ("bfloat16", "bfloat16"),
+    "speculate": ("3", "3"),
     "max_step_tokens": ("99", 99),
     "no_prefix_cache": (None, True),
     "no_graphs": (None, True),

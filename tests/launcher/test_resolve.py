@@ -266,3 +266,21 @@ def test_the_tokenizer_adds_end_tokens_and_bounds_the_choice():
     assert (worker.model.eos_token_ids, worker.num_token_ids) == ((2, 5, 9), 290)
     # A tokenizer may know more ids than the model has rows.
     assert with_tokenizer(config, 500, []).runtime.worker.num_token_ids == 300
+
+
+def test_drafts_need_a_layer_that_makes_them() -> None:
+    model = tiny_model()
+    for speculate in ("1", "8", "auto"):
+        with pytest.raises(ConfigError) as caught:
+            worker_of({"speculate": speculate})
+        assert str(caught.value) == (
+            f"--speculate {speculate}: drafts come from a layer of the model's own (MTP), and this "
+            "checkpoint has none; choose off"
+        )
+    assert worker_of({"speculate": "off"}).num_drafts == 0
+    drafting = {"num_mtp_layers": 1}
+    assert worker_of({"speculate": "5"}, **drafting).num_drafts == 5
+    assert worker_of({"speculate": "auto"}, **drafting).num_drafts == 3
+    with pytest.raises(ConfigError, match=r"--speculate 9: choose off, auto, 1, 2, .* or 8"):
+        worker_of({"speculate": "9"}, **drafting)
+    assert model.num_mtp_layers == 0
