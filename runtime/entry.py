@@ -25,7 +25,7 @@ from unisono.runtime.protocol import (
 )
 from unisono.runtime.scheduler import Scheduler
 from unisono.runtime.speculation import draft_policy
-from unisono.runtime.worker_group import RankFault, WorkerGroup
+from unisono.runtime.worker_group import Diverged, RankFault, WorkerGroup
 from unisono.workers.channel import Hub
 from unisono.workers.config import BLOCK_SIZE, WorkerConfig
 from unisono.workers.orders import die_with_parent, read_orders
@@ -165,14 +165,15 @@ def _bring_up(clients: Hub, workers: WorkerGroup) -> dict[int, Loaded]:
 def _report(error: Exception, orders: RuntimeOrders, clients: Hub, workers: WorkerGroup) -> None:
     """Write the last steps, then tell every fault, the cause first, and where the steps are.
 
-    That a process is gone may be heard of before the fault it left on the ranks' channel.
+    That a rank is gone may be noticed before the fault it left on the ranks' channel: by the
+    launcher, or by a plan that cannot be sent.
     """
     own = _of_fault(error.fault) if isinstance(error, RankFault) else _own_failure(error)
     path = _write_flight(orders, workers, own)
     failures = [] if isinstance(error, ToldToEnd) else [own]
-    if isinstance(error, RankFault | ToldToEnd):
+    if not isinstance(error, Diverged):
         failures += map(_of_fault, workers.drain_faults(_ROOT_CAUSE_S))
-        failures.sort(key=lambda failed: failed.secondary)
+        failures.sort(key=lambda failed: (failed.secondary, failed.rank < 0))
         is_cause = bool(failures) and not failures[0].secondary
         if is_cause and failures[0] is not own:
             path = _write_flight(orders, workers, failures[0])

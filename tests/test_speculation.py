@@ -209,13 +209,13 @@ def test_a_layer_that_is_always_right_is_always_accepted(
 
 
 @pytest.mark.parametrize(
-    "num_draws", [pytest.param(1500, id="some"), pytest.param(20_000, marks=pytest.mark.soak)]
+    "num_draws", [pytest.param(1000, id="some"), pytest.param(20_000, marks=pytest.mark.soak)]
 )
 @pytest.mark.parametrize(
     "recipe",
     [
         {"temperature": 1.5, "top_k": 3},
-        {"temperature": 2.0, "top_p": 0.25, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+        {"temperature": 2.0, "top_k": 4, "top_p": 0.9, "repetition_penalty": 1.2},
     ],
     ids=["top-k", "top-p and penalties"],
 )

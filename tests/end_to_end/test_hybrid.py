@@ -57,7 +57,7 @@ def test_drafts_change_the_speed_and_not_the_answer(tmp_path: Path) -> None:
     """Greedy and seeded, on two ranks; the closing line tells how many were right, and a step with
     drafts is replayed without them."""
     path = tmp_path / "model"
-    write_copying_mtp("qwen3-next", path, wrong=range(60, 120))
+    write_copying_mtp("qwen3.5", path, wrong=range(60, 120))
     byte_level_tokenizer().save(str(path / "tokenizer.json"))
     asked = ("generate", str(path), "hello", "good day", "--raw", "--ignore-eos", "--tp", "2")
     limits = ("--max-tokens", "30", "--max-model-len", "100", "--json")

@@ -15,7 +15,7 @@ from unisono.runtime.engine import ToldToEnd
 from unisono.runtime.entry import _report
 from unisono.runtime.protocol import Failed, Recorded
 from unisono.runtime.worker_group import Diverged, RankFault, WorkerGroup
-from unisono.workers.channel import Hub
+from unisono.workers.channel import Hub, ProtocolError
 from unisono.workers.protocol import Fault
 
 
@@ -48,6 +48,13 @@ def fault(rank: int, *, secondary: bool = False) -> Fault:
         (ToldToEnd("rank 1 died"), [fault(0, secondary=True), fault(1)], [1, 0], 1),
         (ToldToEnd("rank 1 died"), [fault(0, secondary=True)], [0], -1),
         (ToldToEnd("rank 1 died"), [], [], -1),
+        (
+            ProtocolError("rank 1 is not connected"),
+            [fault(0, secondary=True), fault(1)],
+            [1, -1, 0],
+            1,
+        ),
+        (ProtocolError("a message of another session"), [], [-1], -1),
         (Diverged("other tokens than rank 0", rank=1, phase="step", step=7), [], [1], 1),
     ],
 )
