@@ -129,7 +129,8 @@ def test_a_narrow_state_is_rounded_alike_however_it_is_cut(prompt: int) -> None:
 def decode_plan(layer: Layer, positions: Sequence[int], count: int) -> delta_plan.DeltaPlan:
     """Rows of `count` tokens each, request i from positions[i] on, as a decode step makes them."""
     rows = range(len(positions))
-    table = [[i * count for i in rows], list(positions), [count for _ in rows], [0 for _ in rows]]
+    table = [[i * count for i in rows], list(positions), [count for _ in rows]]
+    table += [[0 for _ in rows] for _ in range(3)]
     records = torch.tensor(table, dtype=torch.int32, device=layer.device)
     states = torch.tensor([i + 1 for i in rows], device=layer.device)
     return delta_plan.plan_records(records, states, count)
