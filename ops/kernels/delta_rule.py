@@ -1,8 +1,8 @@
 """The gated delta rule on the GPU: which kernel serves which tokens, and how it is launched.
 
 Prompts go to `delta_chunks`, what comes after them to `delta_steps`; a row that has both goes
-through both, in that order. Only the latter has pending tokens. No setting below follows from the number of rows or tokens. Reference:
-`ops/reference/delta_rule.py`.
+through both, in that order. Only the latter has pending tokens. No setting below follows from the
+number of rows or tokens. Reference: `ops/reference/delta_rule.py`.
 """
 
 from __future__ import annotations

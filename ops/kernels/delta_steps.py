@@ -96,12 +96,12 @@ def step_kernel(
         num_pending = tl.minimum(tl.load(records_ptr + 4 * num_rows + row), room)
         num_pending = tl.where(has_past, num_pending, 0)
         for j in range(num_pending):
-            at = number * room + j
-            key_at = (at * KEY_HEADS + key_head) * KEY
+            place = number * room + j
+            key_at = (place * KEY_HEADS + key_head) * KEY
             k = tl.load(keys_ptr + key_at + k_i, mask=k_i < KEY, other=0.0)
-            update_at = (at * HEADS + head) * VALUE
+            update_at = (place * HEADS + head) * VALUE
             update = tl.load(updates_ptr + update_at + v_i, mask=v_i < VALUE, other=0.0)
-            state = state * tl.load(decays_ptr + at * HEADS + head)
+            state = state * tl.load(decays_ptr + place * HEADS + head)
             state += update[:, None] * k[None, :]
             state = state.to(state_ptr.dtype.element_ty).to(tl.float32)
         # Other threads may still have to read updates that are overwritten.

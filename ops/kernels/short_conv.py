@@ -60,11 +60,11 @@ def short_conv(
         plan.tiles,
         plan.records.shape[1],
         num_tiles,
-        plan.room(pending),
         channels,
         x.stride(0),
         conv.stride(0),
         TAPS=taps,
+        ROOM=plan.room(pending),
         TILE=CHUNK,
         PAST=triton.next_power_of_2(max(taps - 1, 1)),
         BLOCK_T=min(_MOST_T, triton.next_power_of_2(max(plan.longest, 1))),
@@ -76,7 +76,7 @@ def short_conv(
 
 
 @triton.jit(
-    do_not_specialize=["records_ptr", "states_ptr", "tiles_ptr", "num_rows", "num_tiles", "room"],
+    do_not_specialize=["records_ptr", "states_ptr", "tiles_ptr", "num_rows", "num_tiles"],
 )
 def _conv_kernel(
     x_ptr: tl.tensor,
@@ -89,11 +89,11 @@ def _conv_kernel(
     tiles_ptr: tl.tensor,
     num_rows: tl.tensor,
     num_tiles: tl.tensor,
-    room: tl.tensor,
     channels: tl.tensor,
     x_stride: tl.tensor,
     state_stride: tl.tensor,
     TAPS: tl.constexpr,
+    ROOM: tl.constexpr,
     TILE: tl.constexpr,
     PAST: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -106,15 +106,15 @@ def _conv_kernel(
     first = tl.load(records_ptr + row).to(tl.int64)
     has_past = tl.load(records_ptr + num_rows + row) > 0
     count = tl.load(records_ptr + 2 * num_rows + row)
-    num_pending = tl.minimum(tl.load(records_ptr + 4 * num_rows + row), room)
+    num_pending = tl.minimum(tl.load(records_ptr + 4 * num_rows + row), ROOM)
     num_pending = tl.where(has_past, num_pending, 0)
-    holds = (tl.load(records_ptr + 5 * num_rows + row) > 0) & (room > 0)
+    holds = (tl.load(records_ptr + 5 * num_rows + row) > 0) & (ROOM > 0)
     state = tl.load(states_ptr + row).to(tl.int64)
     length = tl.minimum(count - offset, TILE)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     x_ptr += first * x_stride
     past_ptr = conv_ptr + state * state_stride
-    kept_ptr += state * room * channels
+    kept_ptr += state * (ROOM * channels)
     for start in range(0, length, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         is_token = t < length
@@ -133,6 +133,7 @@ def _conv_kernel(
                 channels,
                 x_stride,
                 TAPS - 1,
+                ROOM,
             )
             tap = tl.load(weight_ptr + c * TAPS + j, mask=c < channels, other=0.0).to(tl.float32)
             total += u.to(tl.float32) * tap[None, :]
@@ -158,17 +159,18 @@ def _conv_kernel(
             channels,
             x_stride,
             TAPS - 1,
+            ROOM,
         )
         # Other threads may still have to read what is overwritten.
         tl.debug_barrier()
         tl.store(past_ptr + where, last, mask=inside)
         if holds:
-            for start in range(0, tl.minimum(count, room), BLOCK_T):
+            for start in range(0, tl.minimum(count, ROOM), BLOCK_T):
                 t = start + tl.arange(0, BLOCK_T)
-                inside = (t < tl.minimum(count, room))[:, None] & (c < channels)[None, :]
+                is_kept = (t < tl.minimum(count, ROOM))[:, None] & (c < channels)[None, :]
                 x_rows = t.to(tl.int64) * x_stride
-                x = tl.load(x_ptr + x_rows[:, None] + c[None, :], mask=inside, other=0.0)
-                tl.store(kept_ptr + (t * channels)[:, None] + c[None, :], x, mask=inside)
+                u = tl.load(x_ptr + x_rows[:, None] + c[None, :], mask=is_kept, other=0.0)
+                tl.store(kept_ptr + (t * channels)[:, None] + c[None, :], u, mask=is_kept)
     if save >= 0:
         at = offset + length - (TAPS - 1) + i
         last = _load_inputs(
@@ -183,6 +185,7 @@ def _conv_kernel(
             channels,
             x_stride,
             TAPS - 1,
+            ROOM,
         )
         tl.store(conv_ptr + save.to(tl.int64) * state_stride + where, last, mask=inside)
 
@@ -200,6 +203,7 @@ def _load_inputs(
     channels: tl.tensor,
     x_stride: tl.tensor,
     NUM_PAST: tl.constexpr,
+    ROOM: tl.constexpr,
 ) -> tl.tensor:
     """Inputs `at` [rows] of a row, counted from its first token; those before it, from the past,
     whose last ones are those that are pending."""
@@ -207,8 +211,13 @@ def _load_inputs(
     is_past = (at < 0)[:, None]
     x_rows = at.to(tl.int64) * x_stride
     now = tl.load(x_ptr + x_rows[:, None] + c[None, :], mask=inside & (at >= 0)[:, None], other=0.0)
-    place = at + NUM_PAST + num_pending
-    kept = place - NUM_PAST
-    rows = tl.where(kept < 0, past_ptr + place * channels, kept_ptr + kept * channels)
-    past = tl.load(rows[:, None] + c[None, :], mask=inside & is_past & has_past, other=0.0)
+    inside = inside & is_past & has_past
+    place = at + num_pending
+    past_rows = (place + NUM_PAST) * channels
+    is_older = (place < 0)[:, None]
+    past = tl.load(past_ptr + past_rows[:, None] + c[None, :], mask=inside & is_older, other=0.0)
+    if ROOM > 0:
+        kept_rows = kept_ptr + (place * channels)[:, None]
+        kept = tl.load(kept_rows + c[None, :], mask=inside & (is_older == 0), other=0.0)
+        past = tl.where(is_older, past, kept)
     return tl.where(is_past, past, now)
