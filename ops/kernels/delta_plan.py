@@ -67,8 +67,9 @@ def plan_delta(
     """Lay out the rows of a step, as `plan_delta` of `ops/delta.py`. Copies one int32 tensor to the
     device, and `states` where it is no tensor there. `num_pending` and `holds_back` are not read
     here, nor checked, where they are tensors; then the plan has no `rows`."""
-    given = [() if isinstance(x, Tensor) else x for x in (num_pending, holds_back)]
-    rows = tuple(delta_rows(starts, counts, num_prompts, saves, *given))
+    pending = () if isinstance(num_pending, Tensor) else num_pending
+    held = () if isinstance(holds_back, Tensor) else holds_back
+    rows = tuple(delta_rows(starts, counts, num_prompts, saves, pending, held))
     chunks: list[tuple[int, int, int]] = []
     others: list[tuple[int, int, int]] = []
     chunk_rows: list[tuple[int, int]] = []
@@ -99,7 +100,7 @@ def plan_delta(
         tail_rows=parts[3],
         num_chunks=len(chunks),
         longest=min(max(counts, default=0), CHUNK),
-        may_hold=isinstance(holds_back, Tensor) or any(holds_back),
+        may_hold=isinstance(holds_back, Tensor) or any(held),
         most_pending=max(
             (max(row.num_pending, row.holds_back * row.count) for row in rows), default=0
         ),

@@ -10,6 +10,8 @@ import torch
 from tests.closeness import assert_same_bits
 from tests.rig import LocalEngine
 from tests.tiny import random_ids, write_checkpoint
+from unisono.ops.by_reference import NEED_THE_HOST, REFERENCES, with_references
+from unisono.ops.table import Ops
 from unisono.runtime.protocol import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -95,3 +97,19 @@ def test_switched_off_nothing_is_captured(model: Path) -> None:
     pool = engine.ranks[0].pool
     assert pool.num_captures == pool.num_replays == 0
     assert {reason for _, reason in pool.eager_runs} == {"eager"}
+
+
+@pytest.mark.parametrize("name", sorted({*REFERENCES} - NEED_THE_HOST))
+def test_a_reference_that_needs_no_host_is_captured_too(name: str, tmp_path: Path) -> None:
+    write_checkpoint("qwen3.5-moe", tmp_path)
+    prompts = prompts_for(tmp_path, 3)
+
+    def ops_of(_: int, ops: Ops) -> Ops:
+        return with_references(ops, [name])
+
+    options = {"dtype": "bfloat16", "device": GPU, "ops_of": ops_of}
+    want = LocalEngine(tmp_path, **options).generate(prompts, 12)
+    engine = LocalEngine(tmp_path, graphs=True, **options)
+    got = engine.generate(prompts, 12)
+    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
+    assert engine.ranks[0].pool.num_replays > 0
