@@ -170,3 +170,5 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "experts": {"pack_experts": partial(experts.pack_experts, pack_linear=_pack_linear)},
 }
 """By the name a trace has for an op: the fields of `Ops` that its reference fills."""
+NEED_THE_HOST = frozenset({"paged_attention", "short_conv", "delta_rule", "experts"})
+"""Those that the host lays out row by row: no graph can hold them."""

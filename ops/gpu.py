@@ -25,7 +25,7 @@ from unisono.ops.kernels import (
     short_conv,
 )
 from unisono.ops.linear import Linear
-from unisono.ops.reference import filters, logprobs, reduce
+from unisono.ops.reference import filters, logprobs, reduce, speculation
 from unisono.ops.reference.penalties import penalize
 from unisono.ops.reference.sampling import unpack_keys
 from unisono.ops.table import Ops
@@ -52,6 +52,7 @@ def gpu_ops(device: torch.device) -> Ops:
         delta_rule=delta_rule.delta_rule,
         route_experts=routing.route_experts,
         pack_experts=partial(experts.pack_experts, proofs={}),
+        accept_drafts=speculation.accept_drafts,
         argmax_keys=sampling.argmax_keys,
         unpack_keys=unpack_keys,
         add_noise=gumbel.add_noise,

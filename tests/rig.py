@@ -345,7 +345,7 @@ class LocalEngine:
             )
             decode = DecodeSteps(
                 *(model, cache, slots, sampler, pool, buffers, shape, windows),
-                *((states, ops.plan_delta) if is_hybrid else ()),
+                states,
             )
         speculator = None
         if self._num_drafts:

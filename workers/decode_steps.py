@@ -8,7 +8,7 @@ the slots: tokens and positions come out of the slot table, and go back into it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,19 +40,15 @@ class DecodeSteps:
         shape: AttentionShape,
         windows: Iterable[int],
         states: StatePool | None = None,
-        plan_delta: Callable[..., Any] | None = None,
     ) -> None:
         # Triton is loaded where there is a GPU only.
-        from unisono.ops.kernels import attention, decode
+        from unisono.ops.kernels import attention, decode, delta_plan
 
-        self._attention, self._decode = attention, decode
+        self._attention, self._decode, self._delta_plan = attention, decode, delta_plan
         self._model, self._cache, self._slots = model, cache, slots
         self._sampler, self._graphs, self._buffers = sampler, graphs, buffers
         self._shape, self._windows = shape, tuple(sorted(set(windows)))
-        self._states, self._plan_delta = states, plan_delta
-        self._eager = "" if model.config.experts is None else "experts"
-        if states is not None:
-            self._eager = "recurrent state"
+        self._states = states
 
     def serves(self, rows: Rows) -> bool:
         """Whether every row decodes, and there are not too many."""
@@ -64,12 +60,7 @@ class DecodeSteps:
         # A power of two, so that a request that grows does not want a graph of its own again.
         num_splits = 1 << (max(rows.start) // self._attention.SPLIT).bit_length()
         self._buffers.give_slots(rows.slot, height)
-        self._graphs.run(
-            "forward",
-            (height, num_splits),
-            lambda: self._forward(height, num_splits),
-            self._eager,
-        )
+        self._graphs.run("forward", (height, num_splits), lambda: self._forward(height, num_splits))
         return self._buffers.hidden[: len(rows)]
 
     def tail(self, rows: Rows) -> Result:
@@ -107,10 +98,10 @@ class DecodeSteps:
         buffers.hidden[:height].copy_(self._model.forward(batch, caches))
 
     def _delta(self, height: int) -> Any:
-        """The recurrent rows: each one token behind its prompt, wherever that is."""
-        assert self._plan_delta is not None, "states come with their plan"
-        ones, states = [1] * height, self._slots.states[self._buffers.slots[:height]]
-        return self._plan_delta(ones, ones, [0] * height, states, device=states.device)
+        """The recurrent rows: each one token behind its prompt, wherever that is. Padding begins
+        from nothing, at position 0 of scratch."""
+        states = self._slots.states[self._buffers.slots[:height]]
+        return self._delta_plan.plan_decode(self._buffers.positions[:height], states)
 
     def _tail(self, height: int) -> Tensor:
         logits = self._model.logits(self._buffers.hidden[:height])

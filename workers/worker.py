@@ -22,7 +22,7 @@ from unisono.models.random_weights import open_weights
 from unisono.models.registry import model_class
 from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape
-from unisono.ops.by_reference import with_references
+from unisono.ops.by_reference import NEED_THE_HOST, with_references
 from unisono.ops.comm import Group
 from unisono.ops.step_watch import StepWatch
 from unisono.ops.table import Ops
@@ -241,16 +241,16 @@ class Worker:
         )
         windows = {config.model.window_of(layer) for layer in range(config.model.num_layers)}
         sampler = Sampler(ops, self._group, partition, config.num_token_ids)
-        off = "--no-graphs" if config.no_graphs else ""
+        on_host = NEED_THE_HOST & {*config.reference_ops}
+        off = "--no-graphs" if config.no_graphs else "references" if on_host else ""
         owners = [owner for owner in (self._cache, self._states, slots) if owner is not None]
         self._graphs = GraphPool(self._device, self._group, owners, off)
         decode = None
-        kernels = config.attn == "triton" and "paged_attention" not in config.reference_ops
-        if self._device.type == "cuda" and kernels:
+        if self._device.type == "cuda" and config.attn == "triton" and not on_host:
             width, rows = config.model.hidden_size, config.max_requests
             buffers = StepBuffers(rows, width, self._dtype, self._device)
             owned = (self._cache, slots, sampler, self._graphs, buffers)
-            decode = DecodeSteps(model, *owned, shape, windows, self._states, ops.plan_delta)
+            decode = DecodeSteps(model, *owned, shape, windows, self._states)
         builder = BatchBuilder(
             ops,
             slots,

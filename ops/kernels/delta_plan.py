@@ -1,9 +1,10 @@
 """The plan of a step for the recurrent layers' kernels: which row computes what, on the device.
 
-A record is four int32 numbers, kept as the columns of a [4, rows] tensor: first token in the step,
-position of that token, number of tokens, how many of them are of the prompt. Kernels take rows in
-tiles of CHUNK tokens, counted from the row's first; a prompt's tiles are its chunks, for it begins
-on their grid.
+A record is six int32 numbers, kept as the columns of a [6, rows] tensor: first token in the step,
+position of that token, number of tokens, how many of them are of the prompt, how many tokens are
+pending, whether the row holds back (1 or 0). What is pending counts for nothing where there are no
+tokens or the first is at 0. Kernels take rows in tiles of CHUNK tokens, counted from the row's
+first; a prompt's tiles are its chunks, for it begins on their grid.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.ops.delta import CHUNK, DeltaRow, delta_rows
+from unisono.ops.delta import CHUNK, DeltaRow, PendingTokens, delta_rows
 
 _NOWHERE = -1
 
@@ -23,7 +24,7 @@ _NOWHERE = -1
 class DeltaPlan:
     """What the recurrent layers of one step share; made once a step."""
 
-    records: Tensor  # [4, rows] int32
+    records: Tensor  # [6, rows] int32
     states: Tensor  # [rows] integers
     tiles: Tensor
     """[3, tiles] int32: its row, the row's tokens before it, and the number of the state where what
@@ -36,8 +37,20 @@ class DeltaPlan:
     """Tiles that begin in a prompt."""
     longest: int
     """Most tokens of a tile."""
+    may_hold: bool = True
+    """Whether a row may hold back."""
+    most_pending: int = 0
+    """Tokens that must have room in a state's `PendingTokens`, as far as the host knows."""
     rows: tuple[DeltaRow, ...] = ()
     """What the references read; none where only the device knows the rows."""
+
+    def room(self, pending: PendingTokens | None) -> int:
+        """Tokens of a state that `pending` has room for."""
+        room = 0 if pending is None else pending.inputs.shape[1]
+        assert self.most_pending <= room, (
+            f"nothing keeps {self.most_pending} tokens of a state, there is room for {room}"
+        )
+        return room
 
 
 def plan_delta(
@@ -46,12 +59,17 @@ def plan_delta(
     num_prompts: Sequence[int],
     states: Sequence[int] | Tensor,
     saves: Sequence[tuple[int, int, int]] = (),
+    num_pending: Sequence[int] | Tensor = (),
+    holds_back: Sequence[bool] | Tensor = (),
     *,
     device: torch.device,
 ) -> DeltaPlan:
     """Lay out the rows of a step, as `plan_delta` of `ops/delta.py`. Copies one int32 tensor to the
-    device, and `states` where it is no tensor there."""
-    rows = tuple(delta_rows(starts, counts, num_prompts, saves))
+    device, and `states` where it is no tensor there. `num_pending` and `holds_back` are not read
+    here, nor checked, where they are tensors; then the plan has no `rows`."""
+    pending = () if isinstance(num_pending, Tensor) else num_pending
+    held = () if isinstance(holds_back, Tensor) else holds_back
+    rows = tuple(delta_rows(starts, counts, num_prompts, saves, pending, held))
     chunks: list[tuple[int, int, int]] = []
     others: list[tuple[int, int, int]] = []
     chunk_rows: list[tuple[int, int]] = []
@@ -63,26 +81,37 @@ def plan_delta(
             tile = (row.index, at, saved.get(at + CHUNK, _NOWHERE))
             (chunks if at < row.num_chunked else others).append(tile)
     tails = [row.index for row in rows if row.count > row.num_chunked]
-    records = [(row.first, row.start, row.count, row.num_chunked) for row in rows]
-    tables = [_columns(records, 4), _columns([*chunks, *others], 3), _columns(chunk_rows, 2), tails]
+    numbers = [
+        (row.first, row.start, row.count, row.num_chunked, row.num_pending, row.holds_back)
+        for row in rows
+    ]
+    tables = [_columns(numbers, 6), _columns([*chunks, *others], 3), _columns(chunk_rows, 2), tails]
     packed = torch.tensor([x for table in tables for x in table], dtype=torch.int32)
     parts = packed.to(device, non_blocking=True).split([len(table) for table in tables])
+    records = parts[0].view(6, -1)
+    late = [(i, x) for i, x in ((4, num_pending), (5, holds_back)) if isinstance(x, Tensor)]
+    for column, values in late:
+        records[column].copy_(values)
     return DeltaPlan(
-        records=parts[0].view(4, -1),
+        records=records,
         states=torch.as_tensor(states).to(device, non_blocking=True),
         tiles=parts[1].view(3, -1),
         chunk_rows=parts[2].view(2, -1),
         tail_rows=parts[3],
         num_chunks=len(chunks),
         longest=min(max(counts, default=0), CHUNK),
-        rows=rows,
+        may_hold=isinstance(holds_back, Tensor) or any(held),
+        most_pending=max(
+            (max(row.num_pending, row.holds_back * row.count) for row in rows), default=0
+        ),
+        rows=() if late else rows,
     )
 
 
 def plan_records(records: Tensor, states: Tensor, max_count: int) -> DeltaPlan:
     """Plan a step of at most `max_count` tokens a row, none of a prompt, that the device lays out.
 
-    records [4, rows] int32 as the module says, with 0 in the last place, and states [rows] integers
+    records [6, rows] int32 as the module says, with none of a prompt, and states [rows] integers
     are read when the kernels run. A row may have no tokens. Makes device tensors only, so it can be
     captured with the launches that use it.
     """
@@ -98,6 +127,16 @@ def plan_records(records: Tensor, states: Tensor, max_count: int) -> DeltaPlan:
         num_chunks=0,
         longest=max_count,
     )
+
+
+def plan_decode(positions: Tensor, states: Tensor) -> DeltaPlan:
+    """Plan a step of one token a row, behind its prompt, at positions [rows] integers that only the
+    device knows. As `plan_records` it makes device tensors only."""
+    records = positions.new_zeros((6, len(positions)), dtype=torch.int32)
+    torch.arange(len(positions), out=records[0])
+    records[1].copy_(positions)
+    records[2].fill_(1)
+    return plan_records(records, states, 1)
 
 
 def _columns(table: Sequence[tuple[int, ...]], width: int) -> list[int]:

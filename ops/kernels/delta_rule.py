@@ -1,8 +1,8 @@
 """The gated delta rule on the GPU: which kernel serves which tokens, and how it is launched.
 
 Prompts go to `delta_chunks`, what comes after them to `delta_steps`; a row that has both goes
-through both, in that order. No setting below follows from the number of rows or tokens. Reference:
-`ops/reference/delta_rule.py`.
+through both, in that order. Only the latter has pending tokens. No setting below follows from the
+number of rows or tokens. Reference: `ops/reference/delta_rule.py`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import torch
 import triton
 from torch import Tensor
 
-from unisono.ops.delta import CHUNK
+from unisono.ops.delta import CHUNK, PendingTokens
 from unisono.ops.kernels.alignment import row_alignment
 from unisono.ops.kernels.delta_chunks import VECTORS, scan_kernel, system_kernel
 from unisono.ops.kernels.delta_plan import DeltaPlan
-from unisono.ops.kernels.delta_steps import step_kernel
+from unisono.ops.kernels.delta_steps import keep_kernel, step_kernel
 
 PRECISION = "tf32x3"
 """Of the chunked form's products: three of the tensor core for one, as exact as fp32."""
 _STEP_VALUES, _STEP_WARPS = 8, 1
 """Values of a program that walks tokens: one warp has 32 numbers of a state a thread, at 128."""
+_KEEP_KEYS = 1024
+"""Numbers that are copied at once."""
 _SCAN_VALUES, _SCAN_WARPS, _SCAN_STAGES = 16, 4, 2
 """Values of a program that walks chunks: with more registers run out."""
 _SYSTEM_WARPS = 8
@@ -38,13 +40,15 @@ def delta_rule(
     state: Tensor,
     plan: DeltaPlan,
     num_key_heads: int,
+    pending: PendingTokens | None = None,
 ) -> Tensor:
     """The gated delta rule over the step's tokens; formulas in `ops/delta.py`.
 
     mixed [T, channels]: [q of all key heads | k of all | v of all value heads], contiguous; b, a
     [T, H], rows may lie apart; decay = -exp(A_log) and dt_bias [H] fp32, contiguous; state
     [states, H, V, K] fp32, bf16 or fp16, contiguous, read and written. What it has for a row that
-    begins at position 0 is not read. Returns [T, H, V] in the dtype of `mixed`.
+    begins at position 0 is not read. `pending`, contiguous, may be None where nothing is and no row
+    holds back. Returns [T, H, V] in the dtype of `mixed`.
     """
     _, heads, value_dim, key_dim = state.shape
     _check(mixed, b, a, decay, dt_bias, state, num_key_heads)
@@ -61,29 +65,55 @@ def delta_rule(
     if plan.num_chunks:
         _run_chunks(out, (mixed, b, a, decay, dt_bias), state, plan, common)
     if len(plan.tail_rows):
-        values = min(_STEP_VALUES, triton.next_power_of_2(value_dim))
-        step_kernel[(len(plan.tail_rows), heads, triton.cdiv(value_dim, values))](
-            mixed,
-            b,
-            a,
-            decay,
-            dt_bias,
-            state,
-            out,
-            plan.records,
-            plan.states,
-            plan.tail_rows,
-            plan.records.shape[1],
-            b.stride(0),
-            a.stride(0),
-            key_dim**-0.5,
-            KEY_PAD=triton.next_power_of_2(key_dim),
-            BLOCK_V=values,
-            STATE_ALIGN=row_alignment(key_dim, state),
-            num_warps=_STEP_WARPS,
-            **common,
-        )
+        _run_steps(out, (mixed, b, a, decay, dt_bias), state, plan, pending, common)
     return out
+
+
+def _run_steps(
+    out: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    state: Tensor,
+    plan: DeltaPlan,
+    pending: PendingTokens | None,
+    common: dict[str, Any],
+) -> None:
+    mixed, b, a, decay, dt_bias = inputs
+    _, heads, value_dim, key_dim = state.shape
+    num_rows, room = plan.records.shape[1], plan.room(pending)
+    # One kernel whether tokens are pending or not: what stands in for them is never touched.
+    keys = updates = decays = new_keys = new_decays = decay
+    holds = pending is not None and plan.may_hold
+    if pending is not None:
+        keys, updates, decays = pending.keys, pending.updates, pending.decays
+    if holds:
+        new_keys, new_decays = (x.new_empty(len(mixed), *x.shape[2:]) for x in (keys, decays))
+    for tensor in (keys, updates, decays):
+        assert tensor.is_contiguous()
+        assert tensor.dtype == torch.float32
+    values = min(_STEP_VALUES, triton.next_power_of_2(value_dim))
+    step_kernel[(len(plan.tail_rows), heads, triton.cdiv(value_dim, values))](
+        *(mixed, b, a, decay, dt_bias, state, out),
+        *(keys, updates, decays, new_keys, new_decays),
+        *(plan.records, plan.states, plan.tail_rows, num_rows, room),
+        b.stride(0),
+        a.stride(0),
+        key_dim**-0.5,
+        KEY_PAD=triton.next_power_of_2(key_dim),
+        BLOCK_V=values,
+        STATE_ALIGN=row_alignment(key_dim, state),
+        num_warps=_STEP_WARPS,
+        **common,
+    )
+    if holds:
+        keep_kernel[(len(plan.tail_rows), min(room, plan.longest))](
+            *(keys, decays, new_keys, new_decays),
+            *(plan.records, plan.states, plan.tail_rows, num_rows, room),
+            KEYS=keys.shape[2] * key_dim,
+            HEADS=heads,
+            BLOCK=_KEEP_KEYS,
+            HEADS_PAD=triton.next_power_of_2(heads),
+            num_warps=4,
+        )
 
 
 def _run_chunks(

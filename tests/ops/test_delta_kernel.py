@@ -13,6 +13,8 @@ from tests.closeness import assert_close, assert_same_bits
 from tests.ops import graph_rig, kernel_rig
 from tests.ops.delta_rig import Layer, Shape, Span
 from unisono.ops import dispatch
+from unisono.ops.by_reference import with_references
+from unisono.ops.delta import CHUNK
 from unisono.ops.gpu import gpu_ops
 from unisono.ops.kernels import delta_plan, delta_rule, short_conv
 
@@ -126,10 +128,13 @@ def test_a_narrow_state_is_rounded_alike_however_it_is_cut(prompt: int) -> None:
         assert_same_bits(part, got, want)
 
 
-def decode_plan(layer: Layer, positions: Sequence[int], count: int) -> delta_plan.DeltaPlan:
+def decode_plan(
+    layer: Layer, positions: Sequence[int], count: int, pending: int = 0, holds_back: bool = False
+) -> delta_plan.DeltaPlan:
     """Rows of `count` tokens each, request i from positions[i] on, as a decode step makes them."""
     rows = range(len(positions))
-    table = [[i * count for i in rows], list(positions), [count for _ in rows], [0 for _ in rows]]
+    table = [[i * count for i in rows], list(positions)]
+    table += [[x for _ in rows] for x in (count, 0, pending, int(holds_back))]
     records = torch.tensor(table, dtype=torch.int32, device=layer.device)
     states = torch.tensor([i + 1 for i in rows], device=layer.device)
     return delta_plan.plan_records(records, states, count)
@@ -147,9 +152,25 @@ def run_plan(
         )
         for name in ("x", "b", "a")
     )
-    mixed = short_conv.short_conv(x, layer.weight, layer.conv, plan)
-    gates = (b, a, layer.decay, layer.dt_bias)
-    return delta_rule.delta_rule(mixed, *gates, layer.state, plan, layer.shape.key_heads)
+    mixed = short_conv.short_conv(x, layer.weight, layer.conv, plan, layer.pending)
+    gates, heads = (b, a, layer.decay, layer.dt_bias), layer.shape.key_heads
+    return delta_rule.delta_rule(mixed, *gates, layer.state, plan, heads, layer.pending)
+
+
+def kept(layer: Layer) -> list[Tensor]:
+    """All that the layer keeps by state."""
+    assert layer.pending is not None
+    pending = layer.pending
+    return [
+        *(layer.conv, layer.state),
+        *(pending.inputs, pending.keys, pending.updates, pending.decays),
+    ]
+
+
+def assert_same_kept(layer: Layer, want: Sequence[Tensor], states: slice = slice(1, None)) -> None:
+    names = ("inputs", "state", "pending inputs", "keys", "updates", "decays")
+    for name, got, right in zip(names, kept(layer), want, strict=True):
+        assert_same_bits(name, got[states].nan_to_num(7), right[states].nan_to_num(7))
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -251,3 +272,158 @@ def test_a_graph_replays_rows_that_the_device_lays_out(count: int) -> None:
     assert_same_bits("graph", graph_rig.replayed(restored), want)
     assert_same_bits("inputs", layer.conv[1:3], conv[1:3])
     assert_same_bits("states", layer.state[1:3], state[1:3])
+
+
+STEPS_WITH_DRAFTS = [
+    [Span(0, 0, 5), Span(1, 0, 66), Span(2, 0, 1)],
+    [Span(1, 66, 3, num_true=2), Span(2, 1, 2, num_true=1), Span(0, 5, 1)],
+    [Span(0, 6, 3, num_true=3), Span(2, 2, 3, (), 1, 3), Span(1, 68, 1, (), 2)],
+    [Span(2, 5, 3, (), 3, 1), Span(0, 9, 4, (), 3)],
+]
+"""Three requests with up to two drafts a row, some of them wrong."""
+LENGTHS_WITH_DRAFTS = [(5, 20), (66, 80), (1, 20)]
+
+
+@pytest.mark.parametrize("dtype", kernel_rig.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_tokens_held_back_by_the_ops_of_the_cpu(shape: Shape, dtype: torch.dtype) -> None:
+    ours, theirs = layers_of(shape, LENGTHS_WITH_DRAFTS, dtype)
+    ours.keep_pending(2)
+    theirs.keep_pending(2)
+    for step in STEPS_WITH_DRAFTS:
+        for span, got, want in zip(step, ours.run(step), theirs.run(step), strict=True):
+            true = slice(span.num_true)
+            assert_close(f"{span} of {shape}", got[true], want[true], BOUND[dtype])
+    for got, want in zip(kept(ours), kept(theirs), strict=True):
+        # NaN of wrong drafts, and where nobody wrote, must be in the same places.
+        assert_close(f"kept of {shape}", got, want, STATE_BOUND[dtype])
+
+
+@pytest.mark.parametrize("names", [["short_conv"], ["delta_rule"]], ids=str)
+def test_a_reference_takes_over_from_a_kernel_what_is_pending(names: list[str]) -> None:
+    layers = [layers_of(SHAPES[0], LENGTHS_WITH_DRAFTS, torch.float32)[0] for _ in range(2)]
+    mine, other = layers
+    other.weight, other.decay, other.dt_bias = mine.weight, mine.decay, mine.dt_bias
+    other.requests = mine.requests
+    for layer in layers:
+        layer.keep_pending(2)
+    for at, step in enumerate(STEPS_WITH_DRAFTS):
+        if at == 2:
+            other.ops = with_references(other.ops, names)
+        for span, got, want in zip(step, other.run(step), mine.run(step), strict=True):
+            true = slice(span.num_true)
+            assert_close(f"{span} by {names}", got[true], want[true], BOUND[torch.float32])
+    for got, want in zip(kept(other), kept(mine), strict=True):
+        assert_close("kept", got, want, STATE_BOUND[torch.float32])
+
+
+def test_rows_that_the_device_lays_out_hold_back() -> None:
+    """Beside one without tokens, which leaves what is pending, and one at 0, which forgets it."""
+    layer, _ = layers_of(Shape(1, 2, 16, 24), [(5, 20), (64, 80), (3, 20)], torch.float16)
+    layer.keep_pending(3)
+    layer.run([Span(i, 0, count) for i, count in enumerate((5, 64, 3))])
+    layer.run([Span(i, start, 3, num_true=2) for i, start in enumerate((5, 64, 3))])
+    before = [x.clone() for x in kept(layer)]
+    starts = [7, 66, 5]
+    want = torch.cat(layer.run([Span(i, at, 4, (), 2, 4) for i, at in enumerate(starts)]))
+    after = [x.clone() for x in kept(layer)]
+    for now, then in zip(kept(layer), before, strict=True):
+        now.copy_(then)
+    plan = decode_plan(layer, starts, 4, 2, holds_back=True)
+    assert_same_bits("outputs", run_plan(layer, plan, starts, 4), want)
+    assert_same_kept(layer, after)
+    for now, then in zip(kept(layer), before, strict=True):
+        now.copy_(then)
+    plan.records[2, 1] = 0
+    got = run_plan(layer, plan, starts, 4)
+    assert_same_bits("the first", got[:4], want[:4])
+    assert_same_bits("the last", got[8:], want[8:])
+    assert_same_kept(layer, before, slice(2, 3))
+    plan = decode_plan(layer, [0], 4, 2)
+    got = run_plan(layer, plan, [0], 4).clone()
+    layer.spoil(1)
+    assert_same_bits("anew", got, run_plan(layer, plan, [0], 4))
+
+
+def test_a_plan_without_room_for_what_it_holds_back() -> None:
+    layer, _ = layers_of(Shape(1, 2, 16, 24), [(3, 20)], torch.float16)
+    layer.run([Span(0, 0, 3)])
+    for held in (Span(0, 3, 3, num_true=1), Span(0, 5, 1, (), 2)):
+        with pytest.raises(AssertionError, match=r"nothing keeps [23] tokens of a state"):
+            layer.run([held])
+    layer.keep_pending(1)
+    with pytest.raises(AssertionError, match="there is room for 2"):
+        layer.run([Span(0, 3, 3, num_true=1)])
+    # The device's own rows cannot be checked: what has no room is not touched.
+    layer.pending = None
+    before = layer.state_of(1)
+    run_plan(layer, decode_plan(layer, [3], 2, 1, holds_back=True), [3], 2)
+    after = layer.state_of(1)
+    layer.put_state(1, before)
+    layer.run([Span(0, 3, 2)])
+    for part, got, want in zip(("inputs", "state"), after, layer.state_of(1), strict=True):
+        assert_same_bits(part, got, want)
+
+
+def test_a_plan_of_the_device_is_that_of_the_host() -> None:
+    positions, states = [5, 1, 700], [3, 1, 2]
+    there = kernel_rig.DEVICE
+    made = delta_plan.plan_decode(
+        torch.tensor(positions, device=there), torch.tensor(states, device=there)
+    )
+    want = delta_plan.plan_delta(positions, [1] * 3, [5, 1, 700], states, device=there)
+    for name in ("records", "states", "tiles", "chunk_rows", "tail_rows"):
+        got, right = getattr(made, name), getattr(want, name)
+        assert got.dtype == right.dtype, name
+        assert got.tolist() == right.tolist(), name
+    assert (made.num_chunks, made.longest) == (want.num_chunks, want.longest)
+    assert made.records.is_contiguous()
+    assert made.tiles.is_contiguous()
+
+
+def test_a_plan_takes_tensors_that_it_does_not_read() -> None:
+    there, rows = kernel_rig.DEVICE, ([9, 3], [2, 3], [5, 1], [1, 2])
+    listed = delta_plan.plan_delta(*rows, (), [2, 0], [False, True], device=there)
+    pending, holds = torch.tensor([2, 0], device=there), torch.tensor([False, True], device=there)
+    made = delta_plan.plan_delta(*rows, (), pending, holds, device=there)
+    assert made.records.tolist() == listed.records.tolist()
+    assert made.records[4:].tolist() == [[2, 0], [0, 1]]
+    assert [(row.num_pending, row.holds_back) for row in listed.rows] == [(2, False), (0, True)]
+    assert (listed.most_pending, listed.may_hold) == (3, True)
+    assert (made.may_hold, made.rows) == (True, ())
+    assert not delta_plan.plan_delta(*rows, (), [2, 0], [False] * 2, device=there).may_hold
+    for pending, holds in (([3, 0], []), ([0, 3], []), ([0, -1], [])):
+        with pytest.raises(ValueError, match="tokens pending at"):
+            delta_plan.plan_delta([7, 3], [2, 3], [5, 1], [1, 2], (), pending, holds, device=there)
+    with pytest.raises(ValueError, match=f"from {CHUNK} on held back"):
+        delta_plan.plan_delta([CHUNK], [6], [70], [1], (), [], [True], device=there)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_graph_replays_rows_that_hold_back(state_dtype: torch.dtype) -> None:
+    """As eager ones, whatever is pending and held when it is replayed."""
+    shape, lengths = Shape(16, 32, 128, 128), [(5, 40), (64, 90)]
+    layer, _ = layers_of(shape, lengths, torch.bfloat16, state_dtype)
+    layer.keep_pending(3)
+    layer.run([Span(0, 0, 5), Span(1, 0, 64)])
+    layer.run([Span(0, 5, 4, num_true=4), Span(1, 64, 4, num_true=4)])
+    before, starts = [x.clone() for x in kept(layer)], [9, 68]
+    plan = decode_plan(layer, starts, 4)
+
+    def restored() -> Tensor:
+        for now, then in zip(kept(layer), before, strict=True):
+            now.copy_(then)
+        return run_plan(layer, plan, starts, 4)
+
+    restored()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = restored()
+    for pending, holds in ((0, 1), (4, 0), (1, 1), (3, 0), (2, 1)):
+        plan.records[4], plan.records[5] = pending, holds
+        graph.replay()
+        got, ends = result.clone(), [x.clone() for x in kept(layer)]
+        assert_same_bits(f"{pending}, {holds}", got, restored())
+        assert_same_kept(layer, ends)
