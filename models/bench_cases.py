@@ -307,6 +307,12 @@ def _choosing(vocabulary: int, rows: int) -> Iterator[Case]:
     def torch_logprobs(at: Inputs) -> list[Call]:
         return [lambda: F.log_softmax(logits(at), -1).topk(5)]
 
+    def accept(at: Inputs, ops: Ops) -> list[Call]:
+        tokens, chain = at.ids(6 * rows, below=vocabulary), torch.full((rows,), 6)
+        first = torch.arange(0, 6 * rows, 6).to(at.device)
+        return [partial(ops.accept_drafts, tokens, tokens.clone(), first, chain.to(at.device))]
+
+    yield Case(op="accept_drafts", label=f"{rows} x 5", num_bytes=104 * rows, ours=accept)
     yield Case(op="argmax_keys", label=label, num_bytes=size, ours=argmax, torch=torch_argmax)
     yield Case(op="noisy_argmax_keys", label=label, num_bytes=size, ours=noisy)
     yield Case(op="unpack_keys", label=f"{rows}", num_bytes=20 * rows, ours=unpack)
