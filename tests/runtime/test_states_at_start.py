@@ -99,12 +99,14 @@ def test_as_many_requests_run_as_have_a_state(
 
 
 def states_of(client: Peer, ranks: list[Peer], at_a_time: int) -> list[int]:
-    """Ask for more than run at a time; the states that the first steps hand out."""
-    params = SamplingParams(max_tokens=9)
+    """Ask for more than run at a time; the states that are handed out before one is given back."""
+    params = SamplingParams(max_tokens=60)
     for number in range(at_a_time + 2):
         client.send(Submit(request_id=number, prompt_ids=int32s([1, number]), params=params))
     states: list[int] = []
-    for _ in range(4):
+    late = 0
+    while late < 3:
+        late += len(states) >= at_a_time
         plan = next_of(ranks)
         assert isinstance(plan, StepPlan)
         assert len(plan.open_state) == len(plan.open_slot)
