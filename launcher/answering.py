@@ -301,8 +301,8 @@ class Answering:
                     entry.sink(entry.piece(rest))
                 reason = "stop" if entry.search.found else event.reason
                 times = event.first_token_s, event.total_s, event.waited_s
-                drafts = {"drafted": tuple(event.drafted), "accepted": tuple(event.accepted)}
-                self._answer(entry, reason, *times, **drafts)
+                drafts = tuple(event.drafted), tuple(event.accepted)
+                self._answer(entry, reason, *times, *drafts)
             case Rejected():
                 del self._running[event.request_id]
                 self._answer(entry, "rejected", 0.0, 0.0, error=event.message)
@@ -316,9 +316,9 @@ class Answering:
         first_token_s: float,
         total_s: float,
         waited_s: float = 0.0,
-        error: str = "",
         drafted: tuple[int, ...] = (),
         accepted: tuple[int, ...] = (),
+        error: str = "",
     ) -> None:
         entry.sink(
             Answer(

@@ -220,7 +220,7 @@ def _add_row(rows: Rows, slot: int, start: int, count: int) -> None:
     rows.phase.append(Phase.CHUNK)
 
 
-def _open_arrays(slots: Slots, is_hybrid: bool) -> dict[str, array[int]]:
+def _open_arrays(slots: Slots, is_hybrid: bool) -> dict[str, Any]:
     """What a plan says that opens `slots` with all their tokens, and every block to be filled."""
     tokens, block_slot, block_id = int32s(), int32s(), int32s()
     states = int32s(slot.state for slot in slots.values() if is_hybrid)

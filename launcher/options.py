@@ -12,8 +12,6 @@ import ast
 import dataclasses
 import functools
 import itertools
-import math
-import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
@@ -22,6 +20,7 @@ from typing import Any
 import click
 
 from unisono.launcher.config import LOG_LEVELS, LaunchConfig
+from unisono.launcher.option_kinds import CONVERTERS, METAVARS, describe_kind, has_kind
 from unisono.models.config import ConfigError, ModelConfig
 from unisono.runtime.config import RuntimeConfig
 from unisono.runtime.protocol import SamplingParams, Submit
@@ -111,18 +110,6 @@ _MOST = {
 }
 _BIAS_LIMIT = 100
 _ZERO_IS_AUTO = ("max_model_len", "memory_utilization", "state_slots")
-_PAIRS = "tuple[tuple[int, float], ...]"
-_METAVARS = {
-    "int": "N",
-    "int | None": "N",
-    "float": "X",
-    "str": "TEXT",
-    "tuple[int, ...]": "ID,ID,...",
-    "tuple[str, ...]": "TEXT",
-    _PAIRS: "ID:X,ID:X,...",
-}
-_SURROGATE = re.compile("[\ud800-\udfff]")
-
 Command = Callable[..., Any]
 
 
@@ -148,7 +135,7 @@ class OptionSpec:
 
     def check(self, value: object) -> None:
         """Raise ConfigError, one line, if `value` is not legal by itself."""
-        if not _has_kind(value, self.kind):
+        if not has_kind(value, self.kind):
             raise ConfigError(f"{self.flag} {value!r}: expected {self._expected}")
         if self.choices and value not in self.choices:
             raise ConfigError(f"{self.flag} {value}: choose {_either(self.choices)}")
@@ -160,7 +147,7 @@ class OptionSpec:
         if self.zero_is_auto and text == "auto":
             return self.default
         try:
-            value = _CONVERTERS[self.kind](text)
+            value = CONVERTERS[self.kind](text)
         except ValueError:
             raise ConfigError(f"{self.flag} {text}: expected {self._expected}") from None
         self.check(value)
@@ -173,7 +160,7 @@ class OptionSpec:
             return f"[{'|'.join(self.choices)}]"
         if self.name.endswith("_dir"):
             return "DIR"
-        return "SECONDS" if self._is_time else _METAVARS[self.kind] + "|auto" * self.zero_is_auto
+        return "SECONDS" if self._is_time else METAVARS[self.kind] + "|auto" * self.zero_is_auto
 
     @property
     def _is_time(self) -> bool:
@@ -181,7 +168,7 @@ class OptionSpec:
 
     @property
     def _expected(self) -> str:
-        return "a number of seconds" if self._is_time else _describe_kind(self.kind)
+        return "a number of seconds" if self._is_time else describe_kind(self.kind)
 
     @property
     def _range(self) -> str:
@@ -361,7 +348,7 @@ def _repeatable_option(spec: OptionSpec) -> Callable[[Command], Command]:
         multiple=True,
         default=None,
         callback=collect,
-        metavar=_METAVARS[spec.kind],
+        metavar=METAVARS[spec.kind],
         help=spec.help,
     )
 
@@ -376,75 +363,6 @@ class _ConfigValue(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return self._spec.parse(value) if isinstance(value, str) else value
-
-
-def _int_tuple(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def _pairs(text: str) -> tuple[tuple[int, float], ...]:
-    pairs = [part.split(":") for part in text.split(",")]
-    return tuple((int(token), float(value)) for token, value in pairs)
-
-
-_CONVERTERS: dict[str, Callable[[str], Any]] = {
-    "int": int,
-    "int | None": int,
-    "float": float,
-    "str": str,
-    "tuple[int, ...]": _int_tuple,
-    _PAIRS: _pairs,
-}
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_pair(value: object) -> bool:
-    if not isinstance(value, tuple) or len(value) != 2:
-        return False
-    return _has_kind(value[0], "int") and _has_kind(value[1], "float")
-
-
-def _is_text(value: object) -> bool:
-    """Whether `value` is a text that an answer can hold: not empty, no half of a surrogate pair."""
-    return isinstance(value, str) and value != "" and not _SURROGATE.search(value)
-
-
-def _has_kind(value: object, kind: str) -> bool:
-    match kind:
-        case "int":
-            return _is_int(value)
-        case "int | None":
-            return value is None or _is_int(value)
-        case "float":
-            return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
-        case "str":
-            return isinstance(value, str)
-        case "bool":
-            return isinstance(value, bool)
-        case "tuple[int, ...]":
-            return isinstance(value, tuple) and all(map(_is_int, value))
-        case "tuple[tuple[int, float], ...]":
-            return isinstance(value, tuple) and all(map(_is_pair, value))
-        case "tuple[str, ...]":
-            return isinstance(value, tuple) and all(map(_is_text, value))
-    raise AssertionError(f"no option can have the type {kind}")
-
-
-def _describe_kind(kind: str) -> str:
-    names = {
-        "int": "a whole number",
-        "int | None": "a whole number",
-        "float": "a number",
-        "str": "text",
-        "bool": "True or False",
-        "tuple[int, ...]": "token ids separated by commas",
-        _PAIRS: "pairs of a token id and a number",
-        "tuple[str, ...]": "a tuple of texts that are not empty",
-    }
-    return names[kind]
 
 
 def _either(choices: tuple[str, ...]) -> str:

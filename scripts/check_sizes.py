@@ -41,6 +41,9 @@ BESIDE_THE_CORE = (
     "models/layers/mlp.py",
     "models/layers/norm.py",
     "models/layers/rotary.py",
+    # How messages travel: behind send and receive. What they say is counted.
+    "workers/channel.py",
+    "workers/codec.py",
     # How much memory there is: facts that the core is told.
     "workers/memory.py",
     "workers/profile_run.py",
