@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import struct
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
