@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from unisono.ops.attention import PAGE, AttentionShape
@@ -71,6 +70,9 @@ def paged_attention(
 
 def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, row: FlashRow, scale: float) -> Tensor:
     """q [count, heads, head_dim] of one row -> the same shape."""
+    # This loads torch's compiler, which takes longer than all the rest of torch.
+    from torch.nn.attention.bias import causal_lower_right
+
     k, v = (_gathered(cache, row) for cache in (k_cache, v_cache))
     # One query sees all keys. torch cannot draw this mask for more unless it knows its shape.
     mask = None if row.count == 1 else causal_lower_right(row.count, row.num_keys)

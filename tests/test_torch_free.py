@@ -54,6 +54,12 @@ def test_a_module_with_torch_is_found():
     assert "unisono.ops.linear loads torch" in done.stderr
 
 
+def test_a_rank_loads_no_compiler():
+    """torch's own takes longer to import than all the rest of a rank, at each start."""
+    done = _import_each("torch._dynamo", ["unisono.workers.worker"])
+    assert done.returncode == 0, done.stderr
+
+
 def test_public_names_are_lazy():
     done = _python(
         "import sys, unisono\n"

@@ -1,0 +1,58 @@
+"""`unisono verify` on a GPU: steps replayed from graphs are an axis like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.test_verify import EVERY, Silence, judged, task
+from tests.tiny import write_checkpoint
+from tests.verify_rig import opener
+from unisono.launcher.verify_course import Course
+from unisono.launcher.verify_plan import Setting, matrix
+from unisono.launcher.verify_report import table_text
+from unisono.ops.table import Ops
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda")
+
+
+def twisted(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """An activation that a graph has other than an eager step."""
+
+    def activation(x: Tensor) -> Tensor:
+        y = ops.silu_and_mul(x)
+        return y * 1.5 if torch.cuda.is_current_stream_capturing() else y
+
+    return {"silu_and_mul": activation}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sound_model_passes_with_and_without_graphs(tmp_path: Path, dtype: str) -> None:
+    write_checkpoint("qwen3", tmp_path)
+    axes = {**EVERY, "graphs": (False, True)}
+    whole = task(tmp_path, matrix((1,), (dtype,), axes, seeded=True, full=False), max_tokens=8)
+    verdicts = judged(whole, opener(tmp_path, device=GPU))
+    assert all(verdict.ok for verdict in verdicts), table_text(verdicts)
+    assert sum(verdict.setting.graphs for verdict in verdicts) == 4
+
+
+def test_a_faulty_graph_is_named(tmp_path: Path) -> None:
+    write_checkpoint("qwen3", tmp_path)
+    plain = Setting(tp=1, dtype="bfloat16")
+    graphs = Setting(tp=1, dtype="bfloat16", graphs=True)
+    whole = task(tmp_path, [plain, graphs], max_tokens=8)
+    course = Course(whole, opener(tmp_path, twisted, device=GPU), Silence())
+    course.run_settings()
+    bad = course.verdicts[1]
+    assert not bad.ok
+    assert bad.num_other_logits > 0
+    course.find_faults()
+    text = course.findings[graphs].text
+    assert text == "op by op, without graphs, nothing differs: a graph is at fault"
