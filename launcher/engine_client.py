@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Self
+from typing import Self, TypeVar
 
 from unisono.launcher.cluster import ClusterFacts
 from unisono.launcher.config import LaunchConfig
@@ -26,6 +26,7 @@ from unisono.launcher.diagnosis import (
 from unisono.launcher.flights import flight_file
 from unisono.launcher.private_directory import PrivateDirectory
 from unisono.launcher.process_table import ProcessSpec, Wiring, process_name, process_table
+from unisono.launcher.resolve import num_cores
 from unisono.launcher.supervisor import Supervisor
 from unisono.runtime.protocol import (
     ENGINE_EVENTS,
@@ -40,6 +41,7 @@ from unisono.runtime.protocol import (
     Replayed,
     RequestRejected,
     Rerun,
+    Reschedule,
     SamplingParams,
     Starting,
     StepsSeen,
@@ -54,6 +56,7 @@ from unisono.workers.protocol import StepPlan, int32s
 
 Event = Delta | Finished | Rejected
 TableMaker = Callable[..., tuple[ProcessSpec, ...]]
+Reply = TypeVar("Reply", Replayed, Reschedule)
 
 CLIENT_NAME = "launcher"
 """What the runtime's hub knows us by."""
@@ -137,11 +140,12 @@ class Engine:
         priority: int = 0,
         *,
         checksums: bool = False,
+        more: bool = False,
     ) -> int:
         """Hand over a request; return the id that its events carry.
 
-        `checksums`: its tokens come with those of their logits.
-        Raises RequestRejected for a token id that is no 32-bit number.
+        `checksums`: its tokens come with those of their logits. `more`: the next one follows at
+        once, to be admitted together. Raises RequestRejected for an id that is no 32-bit number.
         """
         try:
             prompt = int32s(prompt_ids)
@@ -156,19 +160,18 @@ class Engine:
                 params=with_seed(params),
                 priority=priority,
                 checksums=checksums,
+                more=more,
             )
         )
         return request_id
 
     def rerun(self, plan: StepPlan) -> array[int]:
         """Have the ranks run a step as it is; return its tokens. Raises WorkerLost."""
-        self._send(Rerun(plan=plan))
-        while True:
-            for message in self._receive(WATCH_S):
-                if isinstance(message, Replayed):
-                    return message.tokens
-                raise self._broken(f"sent {type(message).__name__} in a replay")
-            self._check()
+        return self._ask(Rerun(plan=plan), Replayed).tokens
+
+    def reschedule(self, limits: Reschedule) -> None:
+        """Have the idle engine forget what it caches and obey `limits`. Raises WorkerLost."""
+        self._ask(limits, Reschedule)
 
     def watch(self, wanted: WatchSteps) -> None:
         """Have every rank watch its next steps."""
@@ -227,7 +230,7 @@ class Engine:
                 file = flight_file(self._config.flight_dir, os.environ, wiring.session)
                 wiring = replace(wiring, flight_file=str(file))
             specs = self._table(
-                self._config, wiring, os.environ, _num_cores(), cluster=self._cluster
+                self._config, wiring, os.environ, num_cores(), cluster=self._cluster
             )
             self._phases = {spec.name: START_PHASE for spec in specs}
             self._supervisor = Supervisor(specs, self._config.stop_grace_s)
@@ -308,7 +311,16 @@ class Engine:
         self._lost = WorkerLost(f"runtime broke the protocol: {what}")
         return self._lost
 
-    def _send(self, message: Submit | Abort | Rerun | WatchSteps) -> None:
+    def _ask(self, message: Rerun | Reschedule, kind: type[Reply]) -> Reply:
+        self._send(message)
+        while True:
+            for reply in self._receive(WATCH_S):
+                if isinstance(reply, kind):
+                    return reply
+                raise self._broken(f"sent {type(reply).__name__} instead of {kind.__name__}")
+            self._check()
+
+    def _send(self, message: Submit | Abort | Rerun | Reschedule | WatchSteps) -> None:
         assert self._peer is not None, "start the engine first"
         if self._lost is not None:
             return
@@ -371,9 +383,3 @@ def _listen_for_hosts(master_addr: str) -> socket.socket:
     except OSError:
         pass
     return socket.create_server(("", 0), family=family)
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -8,6 +8,7 @@ Everything is torch-free, and every refusal is a ConfigError of one line.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -200,6 +201,13 @@ def with_tokenizer(launch: LaunchConfig, size: int, eos_ids: Iterable[int]) -> L
 def host_facts(environ: Mapping[str, str]) -> HostFacts:
     """Look at this host. Never imports torch."""
     return HostFacts(num_gpus=count_gpus(environ), torch_has_cuda=_torch_has_cuda())
+
+
+def num_cores() -> int:
+    """Count the CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def count_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:

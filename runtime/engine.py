@@ -18,6 +18,7 @@ from unisono.runtime.protocol import (
     Replayed,
     RequestRejected,
     Rerun,
+    Reschedule,
     Stop,
     Submit,
     WatchSteps,
@@ -50,6 +51,7 @@ class Engine:
         self._in_flight: deque[int] = deque()
         self._last_result_s = 0.0
         self._waited_s, self._wait_began = 0.0, math.inf
+        self._num_replays = 0
         workers.on_silence = self._drain
 
     def run(self) -> None:
@@ -83,6 +85,7 @@ class Engine:
         # From result to result, unless the ranks had nothing to do in between.
         seconds = now - self._last_result_s if self._last_result_s else 0.0
         self._last_result_s = now if self._in_flight else 0.0
+        self._num_replays = result.num_replays
         for news in self._scheduler.apply(
             result.tokens, result.counts, result.logprobs, result.checksums, seconds
         ):
@@ -97,6 +100,7 @@ class Engine:
             match message:
                 case Submit():
                     self._submit(client, message)
+                    timeout = _IDLE_S if message.more else 0.0
                 case Abort(request_id=request_id):
                     self._scheduler.abort(client, request_id)
                 case Stop():
@@ -109,6 +113,12 @@ class Engine:
                 case WatchSteps():
                     self._workers.on_seen = partial(self._hub.send, client)
                     self._workers.watch(message)
+                case Reschedule() as limits:
+                    assert limits.num_blocks <= self._workers.allocated.num_blocks, limits
+                    while self._in_flight:  # rows in vain, of answers that have ended
+                        self._take_result()
+                    self._scheduler.reschedule(limits)
+                    self._hub.send(client, limits)
                 case Crashed(message=text):
                     raise ToldToEnd(text)
                 case _:
@@ -162,5 +172,6 @@ class Engine:
                     drafted=request.drafted,
                     accepted=request.accepted,
                     waited_s=self._waited_s - request.waited_s,
+                    num_replays=self._num_replays,
                 ),
             )

@@ -37,6 +37,10 @@ class Holdings:
         self.states = StateLedger(self.states.num_slots)
         self._free_slots = deque(range(1, self._num_slots + 1))
 
+    def anew(self, num_blocks: int, prefix_cache: bool) -> Holdings:
+        """Empty ones of another size, for as many requests and states."""
+        return Holdings(num_blocks, self._num_slots, self.states.num_slots, prefix_cache)
+
     def admit(self, request: Request) -> bool:
         """Seat `request` with blocks for all its tokens so far; False if there is no room."""
         if not self._free_slots or (self.is_hybrid and not self.states.can_take()):

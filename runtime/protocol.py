@@ -114,6 +114,8 @@ class Submit:
     """Lower goes first, and may take the place of what runs; it changes no answer."""
     checksums: bool = False
     """Give with each token a checksum of the logits that it comes from."""
+    more: bool = False
+    """Another request comes at once: wait a little, so that they are admitted together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +144,16 @@ class Rerun:
     plan: StepPlan
 
 
-CLIENT_MESSAGES = (Submit, Abort, Stop, Crashed, Rerun, WatchSteps)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reschedule:
+    """Forget what is cached and go on within these limits, while nobody is served. Echoed."""
+
+    num_blocks: int
+    max_step_tokens: int
+    prefix_cache: bool
+
+
+CLIENT_MESSAGES = (Submit, Abort, Stop, Crashed, Rerun, Reschedule, WatchSteps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +229,8 @@ class Finished:
     """Those of them that were right, each behind others that were."""
     waited_s: float = 0.0
     """Of `total_s`, what the runtime spent waiting for the ranks."""
+    num_replays: int = 0
+    """Graphs that a rank has replayed by then, for all requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,4 +282,5 @@ ENGINE_EVENTS = (
     Recorded,
     Replayed,
     StepsSeen,
+    Reschedule,
 )

@@ -27,7 +27,7 @@ from unisono.runtime.holdings import Holdings
 from unisono.runtime.in_flight import Flight, PlannedRow
 from unisono.runtime.logprobs import LogprobCutter
 from unisono.runtime.plan_wire import step_plan
-from unisono.runtime.protocol import RequestRejected
+from unisono.runtime.protocol import RequestRejected, Reschedule
 from unisono.runtime.request import Request, blocks_for
 from unisono.runtime.speculation import DraftPolicy, FixedDrafts
 from unisono.runtime.stopping import finish_reason
@@ -154,6 +154,12 @@ class Scheduler:
         self._holdings.restart()
         for request in self._waiting:
             request.block_names = []  # of the old cache's salt
+
+    def reschedule(self, limits: Reschedule) -> None:
+        """Forget what is cached and go on within other limits; there must be no work."""
+        assert not self.has_work, "requests are there"
+        self._max_step_tokens = max(limits.max_step_tokens, BLOCK_SIZE)
+        self._holdings = self._holdings.anew(limits.num_blocks, limits.prefix_cache)
 
     def drafts_for(self, request: Request) -> int:
         """Drafts to be checked behind the next token of `request`, as far as there are any."""

@@ -292,6 +292,8 @@ class StepResult:
     counts: array[int] = field(default_factory=int32s)
     logprobs: array[int] | None = None
     checksums: array[int] | None = None
+    num_replays: int = 0
+    """Graphs that the rank has replayed so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -212,6 +212,7 @@ class Worker:
                 counts=int32s(output.counts),
                 digest=step.digest,
                 seconds=time.perf_counter() - step.began,
+                num_replays=self._graphs.num_replays,
             )
         )
 

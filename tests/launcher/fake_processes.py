@@ -30,6 +30,7 @@ from unisono.runtime.protocol import (
     Failed,
     Finished,
     Recorded,
+    Reschedule,
     Starting,
     Stop,
     Submit,
@@ -142,6 +143,8 @@ def _serve(num_ranks: int, clients: Hub, ranks: Hub) -> None:
                     clients.send("launcher", _finished(number, len(prompt)))
                 case Abort():
                     pass
+                case Reschedule() as limits:
+                    clients.send("launcher", limits)
                 case Crashed():
                     clients.send("launcher", Recorded(path=""))
                 case Stop():

@@ -32,6 +32,7 @@ from unisono.runtime.protocol import (
     Failed,
     Finished,
     RequestRejected,
+    Reschedule,
     SamplingParams,
     WorkerLost,
 )
@@ -77,6 +78,7 @@ def test_a_request_is_answered_and_nothing_is_left(mark):
             int32s([3]),
         ]
         assert [e.request_id for e in events if isinstance(e, Finished)] == [first, second]
+        running.reschedule(Reschedule(num_blocks=4, max_step_tokens=64, prefix_cache=False))
         running.abort(first)
         begin = time.monotonic()
         assert running.poll(0.2) == []

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from tests.runtime.fakes import FakeWorker, drain, expected, request, scheduler
 from unisono.runtime.engine import Engine
-from unisono.runtime.protocol import Abort, Delta, Finished, SamplingParams, Stop, Submit
+from unisono.runtime.protocol import (
+    Abort,
+    Delta,
+    Finished,
+    Reschedule,
+    SamplingParams,
+    Stop,
+    Submit,
+)
 from unisono.runtime.scheduler import Scheduler
 from unisono.runtime.worker_group import Diverged, WorkerGroup
 from unisono.workers.channel import Hub, ProtocolError
-from unisono.workers.protocol import Phase, Rows, Shutdown, StepPlan, StepResult, int32s
+from unisono.workers.protocol import (
+    Allocate,
+    Phase,
+    Rows,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    int32s,
+)
 
 IDLE = -1
 
@@ -26,6 +43,7 @@ class Ranks:
         self.worker = FakeWorker(4)
         self.due: deque[tuple[int, list[int]]] = deque()
         self.most_due = 0
+        self.allocated = Allocate(num_blocks=64)
         self.is_shut = False
 
     def send(self, plan: StepPlan) -> None:
@@ -35,7 +53,9 @@ class Ranks:
     def receive(self, step: int) -> StepResult:
         number, tokens = self.due.popleft()
         assert number == step
-        return StepResult(rank=0, step=step, tokens=int32s(tokens), digest=0, seconds=0.0)
+        return StepResult(
+            rank=0, step=step, tokens=int32s(tokens), digest=0, seconds=0.0, num_replays=3 * step
+        )
 
     def check(self) -> None:
         assert not self.due, "idle with a result due"
@@ -94,6 +114,49 @@ def test_the_engine_keeps_two_steps_in_flight_and_ends_with_none() -> None:
     finished = clients.sent[-1]
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.num_tokens) == ("stop", 21)
+
+
+def test_an_engine_takes_other_limits_once_no_step_is_under_way() -> None:
+    """The row in vain behind a stop id lands first; then nothing is cached, and steps go on."""
+    answer, _ = expected(request(0, 70, 40))
+    asked = submit(0, 70, max_tokens=40, stop_token_ids=(answer[20],))
+    limits = Reschedule(num_blocks=2, max_step_tokens=64, prefix_cache=False)
+    clients, _, plans = serve(
+        [
+            (0, asked),
+            (22, limits),  # 21 tokens and the end are sent, the next step is under way
+            (23, submit(1, 70, max_tokens=40)),
+            (IDLE, Stop()),
+        ]
+    )
+    assert clients.sent.index(limits) == 22
+    first, second = (event for event in clients.sent if isinstance(event, Finished))
+    assert (second.num_cached_tokens, plans.ledger.num_blocks) == (0, 2)
+    assert clients.tokens(1) == expected(request(1, 70, 40))[0]
+    # The counts of the ranks go on, and a chunk of 64 tokens is a step of its own.
+    assert first.num_replays < second.num_replays == 3 * (22 + 41)
+
+
+def test_requests_that_follow_each_other_begin_in_one_step() -> None:
+    """The second comes only when the engine has time to wait: it waits for it, not for a third."""
+    first = replace(submit(0, 70, max_tokens=5), more=True)
+    clients, _, _ = serve([(0, first), (IDLE, submit(1, 30, max_tokens=5)), (IDLE, Stop())])
+    events = [event.request_id for event in clients.sent if isinstance(event, Delta)]
+    assert events == [0, 1] * 5
+    for number, length in ((0, 70), (1, 30)):
+        assert clients.tokens(number) == expected(request(number, length, 5))[0]
+    clients, _, _ = serve(
+        [(0, replace(first, more=False)), (IDLE, submit(1, 30, max_tokens=5)), (IDLE, Stop())]
+    )
+    events = [event.request_id for event in clients.sent if isinstance(event, Delta)]
+    assert events == [0] * 5 + [1] * 5
+
+
+def test_limits_are_not_changed_under_a_request() -> None:
+    plans = scheduler()
+    plans.add(request(0, 70, 5))
+    with pytest.raises(AssertionError, match="requests are there"):
+        plans.reschedule(Reschedule(num_blocks=2, max_step_tokens=64, prefix_cache=True))
 
 
 def test_stop_and_abort_with_steps_in_flight() -> None:
