@@ -1,7 +1,8 @@
 """`unisono verify MODEL`: prove that a request has one answer, on the user's own checkpoint.
 
 It runs the same prompts in many ways, compares tokens and every bit of every logit with the plain
-way (alone, whole prompt, nothing cached), and ends with 1 if a promised equality does not hold.
+way (alone, eager, whole prompt, nothing cached), and ends with 1 if a promised equality does not
+hold. What was judged is shown however it ends.
 """
 
 from __future__ import annotations
@@ -9,30 +10,42 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
 
-from unisono.launcher.console import Bar, Console
+from unisono.launcher.answering import numerics_of
+from unisono.launcher.config import LaunchConfig
+from unisono.launcher.console import Console
 from unisono.launcher.ids_only import IdsOnly
 from unisono.launcher.options import config_options, given
-from unisono.launcher.verify_bisect import Finding, Watch, bisect
-from unisono.launcher.verify_compare import Verdict, judge, judge_ranks, rank_bound
-from unisono.launcher.verify_options import Choices, read_choices
+from unisono.launcher.verify_bisect import Watch
+from unisono.launcher.verify_course import AskOracle, Course
+from unisono.launcher.verify_facts import fingerprint, read_facts
+from unisono.launcher.verify_options import Choices, check_page, read_choices, with_graphs
 from unisono.launcher.verify_plan import Setting, matrix
+from unisono.launcher.verify_progress import Progress
 from unisono.launcher.verify_prompts import LENGTHS, id_prompts, text_prompts
-from unisono.launcher.verify_report import as_json, closing_line, ranks_text, table_text
-from unisono.launcher.verify_run import NUM_TOP, Channel, Run, ask, lost, run_setting
+from unisono.launcher.verify_report import Report, as_json, closing_line, finding_text, table_text
+from unisono.launcher.verify_run import Channel
 from unisono.launcher.verify_task import Task
 from unisono.models.config import ConfigError
-from unisono.runtime.protocol import EngineError, SamplingParams
 
-OPTIONS = ("device", "load_format", "overlay", "log_level", "start_timeout_s", "stop_grace_s")
-OpenEngine = Callable[[Mapping[str, Any], Watch | None], AbstractContextManager[Channel]]
-"""From the options of an engine, and how its ranks are watched, to a running one."""
+OPTIONS = (
+    "device",
+    "attn",
+    "numerics",
+    "load_format",
+    "overlay",
+    "log_level",
+    "start_timeout_s",
+    "stop_grace_s",
+)
 
 
 @click.command("verify")
@@ -50,11 +63,19 @@ OpenEngine = Callable[[Mapping[str, Any], Watch | None], AbstractContextManager[
 )
 @click.option("--prefix-cache", default="on,off", metavar="on,off", help="[default: on,off]")
 @click.option("--pre-empt", default="on,off", metavar="on,off", help="[default: on,off]")
+@click.option(
+    "--graphs", metavar="on,off", help="Replay CUDA graphs.  [default: on,off on a GPU, off else]"
+)
 @click.option("--seeded", is_flag=True, help="Also draw with a seed.")
 @click.option("--full", is_flag=True, help="Every combination, not only informative ones.")
 @click.option("--prompts", "num_prompts", type=int, metavar="N", help="[default: 8]")
 @click.option("--max-tokens", type=int, default=32, metavar="N", help="[default: 32]")
 @click.option("--tokens", type=int, metavar="N", help="As many prompts as give N tokens a setting.")
+@click.option(
+    "--against",
+    metavar="transformers",
+    help="Also compare the plain answers with transformers, which computes in float32.",
+)
 @click.option(
     "--no-bisect",
     "search",
@@ -63,132 +84,120 @@ OpenEngine = Callable[[Mapping[str, Any], Watch | None], AbstractContextManager[
     help="Do not look for the op at fault where something differs.",
 )
 @click.option("--json", "json_output", is_flag=True, help="Write JSON instead of the table.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page too.")
 @config_options(*OPTIONS)
-def command(model: str, json_output: bool, search: bool, **values: Any) -> int:
+def command(model: str, json_output: bool, html: Path | None, search: bool, **values: Any) -> int:
     """Prove that MODEL gives each request one answer: alone or in a batch, its prompt chunked or
-    whole, after a prefix-cache hit, after pre-emption.
+    whole, after a prefix-cache hit, after pre-emption, from graphs or eager.
 
-    Each setting is compared with the plain one of its rank count (alone, whole prompt, nothing
-    cached): tokens and all bits of all logits. Rank counts are compared within a bound on what
-    another order of sums may do. Ends with 1 if anything that is promised does not hold.
+    Each setting is compared with the plain one of its rank count (alone, eager, whole prompt,
+    nothing cached): tokens and all bits of all logits. Rank counts are compared within a bound on
+    what another order of sums may do. Ends with 1 if anything that is promised does not hold.
     """
     choices = read_choices(values)
+    if html is not None:
+        check_page(html)
     console = Console()
-    options = given(values, OPTIONS)
-    task, open_engine = _prepare(model, options, choices, console)
-    started = time.monotonic()
-    with console.counting("settings", len(task.settings)) as bar:
-        verdicts = run_task(task, open_engine, bar)
-    findings = find_faults(task, verdicts, open_engine, console) if search else {}
-    verdicts = [
-        findings[each.setting].verdict if each.setting in findings else each for each in verdicts
-    ]
-    if json_output:
-        console.write(json.dumps(as_json(model, verdicts, findings)) + "\n")
-    else:
-        console.write(table_text(verdicts) + "\n")
-        for setting, finding in findings.items():
-            console.write(f"{ranks_text(setting)}, {setting.label}: {finding.text}\n")
-    console.note(closing_line(verdicts, time.monotonic() - started))
-    return 0 if all(verdict.ok for verdict in verdicts) else 1
-
-
-def run_task(task: Task, open_engine: OpenEngine, bar: Bar) -> list[Verdict]:
-    """Run every setting, each group on one engine, and judge it."""
-    runs: dict[Setting, Run] = {}
-    forced: dict[Setting, list[Any]] = {}
-    done = 0
-    for options, settings in task.groups:
-        left = list(settings)
-        while left:
-            with _opened(open_engine, options, left, runs, task) as engine:
-                while engine is not None and left:
-                    setting = left.pop(0)
-                    bar.show(f"{setting.tp} ranks, {setting.label}", done, len(task.settings))
-                    runs[setting] = run_setting(engine, setting, task.prompts, task.max_tokens)
-                    done += 1
-                    if runs[setting].fault:
-                        break
-                    if setting in task.plain_of_counts:
-                        forced[setting] = _force(engine, task, runs[task.base_of(setting)])
-    return [_verdict(task, setting, runs, forced) for setting in task.settings]
-
-
-def find_faults(
-    task: Task, verdicts: Sequence[Verdict], open_engine: OpenEngine, console: Console
-) -> dict[Setting, Finding]:
-    """Bisect the first setting of each rank count and dtype that does not hold its promise.
-
-    Others are most likely off for the same reason, and each search starts four engines.
-    """
-    found: dict[Setting, Finding] = {}
-    for verdict in verdicts:
-        setting = verdict.setting
-        is_known = any((each.tp, each.dtype) == (setting.tp, setting.dtype) for each in found)
-        is_off = verdict.first is not None or verdict.bound is not None
-        if not verdict.ok and is_off and not verdict.is_lost and not is_known:
-            console.note(
-                f"unisono: looking for the op at fault: {ranks_text(setting)}, {setting.label}"
-            )
-            found[setting] = bisect(task, verdict, open_engine)
-    return found
-
-
-@contextmanager
-def _opened(
-    open_engine: OpenEngine,
-    options: Mapping[str, Any],
-    left: list[Setting],
-    runs: dict[Setting, Run],
-    task: Task,
-) -> Iterator[Channel | None]:
-    """An engine; None if it is lost at its start, which is then the fate of the settings left."""
-    with ExitStack() as stack:
+    bench = _prepare(model, given(values, OPTIONS), choices, console)
+    began = time.monotonic()
+    with console.counting("settings", bench.task.num_verdicts) as bar:
+        course = Course(bench.task, bench.open_engine, Progress(console, bar, bench.task))
         try:
-            engine: Channel | None = stack.enter_context(open_engine(options, None))
-        except EngineError as error:
-            runs |= {setting: lost(setting, str(error)) for setting in left}
-            left.clear()
-            engine = None
-        yield engine
+            course.run_settings()
+            if choices.oracle:
+                course.ask_oracle(bench.ask_oracle)
+            if search:
+                course.find_faults()
+        finally:
+            # Also on the way out: an interruption must not cost what is known.
+            report = bench.report(model, course, time.monotonic() - began)
+            with bar.hidden():
+                is_written = _show(report, console, json_output, html)
+    return 0 if report.ok and is_written else 1
 
 
-def _force(engine: Channel, task: Task, base: Run) -> list[Any]:
-    """Log-probabilities of every prompt with the base's answer behind it."""
-    params = SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=NUM_TOP)
-    return [
-        ask(engine, [(answer.prompt, [*task.prompts[answer.prompt], *answer.token_ids], params)])[
-            0
-        ].prompt_logprobs
-        for answer in base.answers
-    ]
+def _show(report: Report, console: Console, json_output: bool, html: Path | None) -> bool:
+    """Show what there is; False if the page could not be written after all."""
+    if not report.verdicts:
+        return True
+    is_written = html is None or _write(report, console, html)
+    if json_output:
+        console.write(json.dumps(as_json(report)) + "\n")
+    else:
+        console.write(table_text(report.verdicts) + "\n")
+        for finding in report.findings.values():
+            console.write(finding_text(finding) + "\n")
+    console.note(closing_line(report))
+    return is_written
 
 
-def _verdict(
-    task: Task, setting: Setting, runs: Mapping[Setting, Run], forced: Mapping[Setting, list[Any]]
-) -> Verdict:
-    base = task.base_of(setting)
-    if setting in forced and base in forced and setting != base:
-        bound = rank_bound(task.model, setting.dtype)
-        return judge_ranks(runs[setting], runs[base], forced[setting], forced[base], NUM_TOP, bound)
-    return judge(runs[setting], runs[setting.plain])
+def _write(report: Report, console: Console, path: Path) -> bool:
+    from unisono.launcher.verify_html import page, write_page
+
+    try:
+        write_page(path, page(report, time.strftime("%Y-%m-%d %H:%M:%S %z")))
+    except OSError as error:
+        console.note(f"unisono: --html {path}: not written: {error.strerror}")
+        return False
+    return True
 
 
-def _prepare(
-    model: str, options: Mapping[str, Any], choices: Choices, console: Console
-) -> tuple[Task, OpenEngine]:
+@dataclass(slots=True, kw_only=True)
+class _Bench:
+    """What a task is run on."""
+
+    task: Task
+    launch_of: Callable[[Mapping[str, Any]], LaunchConfig]
+    """From the options of an engine to how it is launched."""
+    ask_oracle: AskOracle
+    num_gpus: int
+    numerics: dict[tuple[int, str], str] = field(default_factory=dict)
+    """By rank count and dtype, of the engines that were started."""
+
+    @contextmanager
+    def open_engine(self, options: Mapping[str, Any], watch: Watch | None) -> Iterator[Channel]:
+        from unisono.launcher.engine_client import Engine
+
+        launch = self.launch_of(options)
+        worker = launch.runtime.worker
+        if watch is not None:
+            watched = replace(worker, **asdict(watch))
+            launch = replace(launch, runtime=replace(launch.runtime, worker=watched))
+        with Engine(launch) as engine:
+            ready = engine.start()
+            self.numerics[worker.tp, worker.dtype] = numerics_of(ready, worker)
+            yield engine
+
+    def report(self, model: str, course: Course, seconds: float) -> Report:
+        facts = read_facts(model, self.num_gpus)
+        prints = [
+            fingerprint(run, self.numerics[setting.tp, setting.dtype])
+            for setting, run in course.runs.items()
+            if setting == Setting(tp=setting.tp, dtype=setting.dtype) and not run.fault
+        ]
+        return Report(
+            facts=replace(facts, fingerprints=tuple(prints)),
+            verdicts=course.verdicts,
+            findings=course.findings,
+            num_verdicts=self.task.num_verdicts,
+            seconds=seconds,
+        )
+
+
+def _prepare(model: str, options: Mapping[str, Any], choices: Choices, console: Console) -> _Bench:
     """Find everything a user can get wrong before a process starts. Raises ConfigError."""
-    from unisono.launcher.engine_client import Engine
-    from unisono.launcher.resolve import prepare, with_tokenizer
+    from unisono.launcher.process_table import threads_per_rank
+    from unisono.launcher.resolve import host_facts, num_cores, prepare, with_tokenizer
     from unisono.launcher.tokenizer import Tokenizer
+    from unisono.launcher.verify_oracle import Oracle, ask_oracle, check_oracle
 
     with console.fetching() as fetched:
         first = prepare(model, options, os.environ, None, fetched)
+    choices = with_graphs(choices, first.worker.device, first.worker.attn)
     vocab_size = first.worker.model.vocab_size
     tokenizer: Tokenizer | IdsOnly = (
         Tokenizer.load(first.source) if first.has_tokenizer else IdsOnly(model, vocab_size)
     )
-    prompts = _prompts(tokenizer, choices, first.worker.max_model_len, vocab_size)
     dtypes = dict.fromkeys(
         prepare(model, {**options, "dtype": dtype}, os.environ).worker.dtype
         for dtype in choices.dtypes
@@ -197,29 +206,32 @@ def _prepare(
         settings=matrix(
             choices.tps, list(dtypes), choices.values, seeded=choices.seeded, full=choices.full
         ),
-        prompts=prompts,
+        prompts=_prompts(tokenizer, choices, first.worker.max_model_len, vocab_size),
         max_tokens=choices.max_tokens,
         model=first.worker.model,
+        oracle=choices.oracle,
+    )
+    if task.oracle:
+        check_oracle(first.source, first.worker, task.sizes.longest + 1)
+    oracle = Oracle(
+        source=first.source,
+        device=first.worker.device,
+        threads=threads_per_rank(os.environ, num_cores(), 1),
+        silence_s=first.launch.start_timeout_s,
     )
 
-    def launch_of(engine_options: Mapping[str, Any]) -> Any:
+    def launch_of(engine_options: Mapping[str, Any]) -> LaunchConfig:
         prepared = prepare(model, {**options, **engine_options}, os.environ)
         return with_tokenizer(prepared.launch, tokenizer.size, tokenizer.eos_ids)
 
     for engine_options, _ in task.groups:
         launch_of(engine_options)
-
-    @contextmanager
-    def open_engine(engine_options: Mapping[str, Any], watch: Watch | None) -> Iterator[Channel]:
-        launch = launch_of(engine_options)
-        if watch is not None:
-            worker = replace(launch.runtime.worker, **asdict(watch))
-            launch = replace(launch, runtime=replace(launch.runtime, worker=worker))
-        with Engine(launch) as engine:
-            engine.start()
-            yield engine
-
-    return task, open_engine
+    return _Bench(
+        task=task,
+        launch_of=launch_of,
+        ask_oracle=partial(ask_oracle, oracle, environ=os.environ),
+        num_gpus=host_facts(os.environ).num_gpus,
+    )
 
 
 def _prompts(

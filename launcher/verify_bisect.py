@@ -9,9 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.launcher.trace import Parting, read_trace, where_bits_part, where_ranks_part
-from unisono.launcher.verify_compare import RANK_TOLERANCE, Verdict, rank_bound, with_margin
-from unisono.launcher.verify_plan import Setting, engine_options
+from unisono.launcher.trace import (
+    Parting,
+    RankTrace,
+    read_trace,
+    where_bits_part,
+    where_ranks_part,
+)
+from unisono.launcher.verify_bounds import RANK_TOLERANCE, rank_bound
+from unisono.launcher.verify_compare import Verdict, with_margin
+from unisono.launcher.verify_plan import Setting, engine_options, limits
 from unisono.launcher.verify_run import NUM_TOP, Answer, Channel, ask, order_of, params_of
 from unisono.launcher.verify_task import Task
 from unisono.runtime.protocol import EngineError
@@ -52,6 +59,8 @@ def bisect(task: Task, verdict: Verdict, open_watched: OpenWatched) -> Finding:
         parting, answers = search.part(())
         if parting is None:
             text = "no op returned something else this time: the difference comes and goes"
+            if verdict.setting.graphs:
+                text = "op by op, without graphs, nothing differs: a graph is at fault"
             return Finding(text=text, verdict=verdict)
         verdict = with_margin(verdict, *answers)
         text = f"first difference: {parting}"
@@ -83,29 +92,46 @@ class _Search:
 
     def part(self, references: tuple[str, ...]) -> tuple[Parting | None, tuple[Answer, Answer]]:
         """Where the two part if these ops are references; and the two answers."""
+        both = (self._base, self._setting)
+        engines = [(each,) for each in both] if self._between_counts else [both]
         with tempfile.TemporaryDirectory(prefix="unisono-trace-") as place:
-            directories = [Path(place) / name for name in ("base", "other")]
-            answers = []
-            for directory, setting in zip(directories, (self._base, self._setting), strict=True):
+            found = []
+            for number, settings in enumerate(engines):
+                directory = Path(place) / str(number)
                 directory.mkdir()
-                watch = Watch(
-                    trace_dir=str(directory),
-                    trace_values=self._between_counts,
-                    reference_ops=references,
-                )
-                answers.append(self._run(setting, watch))
+                found += self._watched(settings, directory, references)
+            (base, want), (other, got) = found
             prompt = self._order(self._setting)[self._request]
             end = len(self._task.prompts[prompt]) + self._token
-            base = read_trace(directories[0], self._base.tp)
-            other = read_trace(directories[1], self._setting.tp)
             if self._between_counts:
                 tolerance = RANK_TOLERANCE * self._bound
                 parting = where_ranks_part(base[0], other, end, tolerance)
             else:
                 parting = where_bits_part(base, other, end)
-        return parting, (answers[0], answers[1])
+        return parting, (want, got)
 
-    def _run(self, setting: Setting, watch: Watch) -> Answer:
+    def _watched(
+        self, settings: Sequence[Setting], directory: Path, references: tuple[str, ...]
+    ) -> list[tuple[list[RankTrace], Answer]]:
+        """Run settings that can share an engine on one; what its ranks recorded of each."""
+        watch = Watch(
+            trace_dir=str(directory), trace_values=self._between_counts, reference_ops=references
+        )
+        # What a graph replays cannot be watched.
+        options = engine_options(replace(settings[0], graphs=False), self._task.sizes)
+        found = []
+        with self._open(options, watch) as engine:
+            for setting in settings:
+                bounds = limits(setting, self._task.sizes)
+                engine.reschedule(bounds)
+                answer = self._answer(engine, setting)
+                engine.reschedule(bounds)  # returns once no step is under way
+                found.append((read_trace(directory, setting.tp), answer))
+                for path in directory.glob("*.jsonl"):
+                    path.unlink()
+        return found
+
+    def _answer(self, engine: Channel, setting: Setting) -> Answer:
         """The marked request in the company that it had: all that came before, and its wave."""
         order = self._order(setting)
         request = self._request
@@ -115,17 +141,16 @@ class _Search:
         marked = replace(params, logprobs=NUM_TOP)
         prompts = self._task.prompts
         begin = 0 if setting != self._base else request
-        with self._open(engine_options(setting, self._task.sizes), watch) as engine:
-            for start in range(begin, len(order), setting.batch):
-                wave = order[start : start + setting.batch]
-                place = request - start
-                asked = [
-                    (number, prompts[number], marked if at == place else params)
-                    for at, number in enumerate(wave)
-                ]
-                answers = ask(engine, asked, place)
-                if place < len(wave):
-                    return answers[place]
+        for start in range(begin, len(order), setting.batch):
+            wave = order[start : start + setting.batch]
+            place = request - start
+            asked = [
+                (number, prompts[number], marked if at == place else params)
+                for at, number in enumerate(wave)
+            ]
+            answers = ask(engine, asked, place)
+            if place < len(wave):
+                return answers[place]
         raise AssertionError("the request is in no wave")
 
     def _order(self, setting: Setting) -> Sequence[int]:

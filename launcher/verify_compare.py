@@ -1,54 +1,48 @@
 """Judges the runs of `unisono verify`. Pure.
 
 Within a rank count every token and every bit of every logit is promised to be that of the plain
-setting. Another rank count adds the same numbers in another order; there the bound is this:
-
-    sigma(dtype) = 4 sqrt(2 L + 2) (u(dtype) + u(float32) sqrt(K))
-
-relative rms of the logits, with L layers, K terms in the longest product and u the unit roundoff
-(2^-24, 2^-11 or 2^-8 for float32, float16, bfloat16). 2 L + 2 sums are cut (two a layer, embedding
-and head); each is rounded once to the dtype, and its K terms in fp32, in another order; the errors
-of sums add like a random walk, and 4 covers what norms and activations make of them. It is measured
-with the plain answer as a prompt: then every rank count sees the same tokens, and the
-log-probabilities of each token and of the likeliest ones at its place stand for the logits, which
-they equal but for a constant. A token may differ only where the plain margin between its candidates
-is below 6 sigma rms(log-probabilities): two logits, each wrong by sigma, four deviations out.
-What comes after such a token is another text and is not compared.
+setting. Another rank count, and another program, is held to a bound (launcher/verify_bounds.py);
+there a token may differ only at a near tie. What an answer says after such a token is another text
+and is not compared.
 """
 
 from __future__ import annotations
 
-import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from unisono.launcher.verify_bounds import (
+    Closeness,
+    Entry,
+    closeness,
+    entries,
+    largest_between,
+    margin_between,
+)
 from unisono.launcher.verify_plan import Setting, what_was_missed
 from unisono.launcher.verify_run import NUM_TOP, Answer, Run
-from unisono.models.config import ModelConfig
-from unisono.workers.protocol import logprob_width
 
-_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-_WALK = 4
-_TIE = 6
-RANK_TOLERANCE = 8
-"""How many sigma a single row of a replicated value may be off between rank counts."""
+ORACLE = "transformers"
+MISSING = -1
+"""Stands for a token that did not come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first place where an answer is another one than promised."""
+    """A place where an answer is another one than promised."""
 
     prompt: int
     request: int
     """Its place among the requests of the run."""
     token: int
-    """Number of the token in the answer."""
+    """Number of the token in the answer; below 0: in the prompt, counted from its end."""
     want: int
     got: int
     """Token ids; equal ones: only the logits have other bits."""
     margin: float | None = None
-    """Between the plain answer's two candidates, in units of logits; None: not measured."""
+    """Between the two candidates of what it is compared with, in units of logits; None: not
+    measured."""
     largest: float | None = None
     """Largest difference of log-probabilities at that place; None: not measured."""
 
@@ -58,53 +52,83 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One request of a run."""
+
+    prompt: int
+    num_tokens: int
+    """Compared ones."""
+    num_other: int = 0
+    """Tokens that differ."""
+    first: Difference | None = None
+    """Where it begins to differ; of near ties, which may differ, the one of the widest margin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What became of one setting."""
 
     setting: Setting
     against: str
-    """What it was compared with; "": it is what others are compared with."""
-    num_tokens: int
-    """Compared ones."""
-    num_other_tokens: int = 0
+    """What it was compared with: itself, plain, a rank count or another program."""
+    requests: tuple[Compared, ...] = ()
     num_other_logits: int = 0
     first: Difference | None = None
-    relative_rms: float | None = None
-    """Of log-probabilities, between rank counts."""
+    """The first difference of all requests, or the one of the widest margin."""
+    closeness: Closeness | None = None
+    """Of log-probabilities, where the same bits are not promised."""
     bound: float | None = None
+    """Of its relative rms."""
     note: str = ""
     ok: bool = True
     is_lost: bool = False
     """The engine was lost, here or where it is compared with."""
+    seconds: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Compared ones."""
+        return sum(request.num_tokens for request in self.requests)
+
+    @property
+    def num_other_tokens(self) -> int:
+        return sum(request.num_other for request in self.requests)
 
 
 def judge(run: Run, plain: Run) -> Verdict:
     """Compare a run with the plain one of its rank count and dtype, bit by bit."""
     by_prompt = {answer.prompt: answer for answer in plain.answers}
-    compared = tokens = logits = 0
-    first: Difference | None = None
+    requests: list[Compared] = []
+    num_other_logits = 0
     for place, answer in enumerate(run.answers):
         want = by_prompt.get(answer.prompt)
         if want is None:
             continue
-        compared += len(answer.token_ids)
-        tokens += _count(want.token_ids, answer.token_ids)
-        logits += _count(want.checksums, answer.checksums)
-        found = _first_difference(want, answer, place)
-        if found and (first is None or found.token < first.token):
-            first = found
+        found = list(_differences(want, answer, place))
+        if answer.is_summed:
+            pairs = zip(want.checksums, answer.checksums, strict=False)
+            num_other_logits += sum(a != b for a, b in pairs)
+        requests.append(
+            Compared(
+                prompt=answer.prompt,
+                num_tokens=len(answer.token_ids),
+                num_other=sum(each.is_token for each in found),
+                first=found[0] if found else None,
+            )
+        )
+    firsts = [request.first for request in requests if request.first is not None]
     missed = what_was_missed(run.setting, run.reach)
-    note = _fault(run, plain) or (f"not reached: {missed}" if missed else "")
+    fault = _fault(run, plain)
+    note = fault or (f"not reached: {missed}" if missed else "")
     return Verdict(
         setting=run.setting,
         against="itself" if run is plain else "plain",
-        num_tokens=compared,
-        num_other_tokens=tokens,
-        num_other_logits=logits,
-        first=first,
+        requests=tuple(requests),
+        num_other_logits=num_other_logits,
+        first=min(firsts, key=lambda each: each.token, default=None),
         note=note,
-        ok=first is None and not note,
-        is_lost=bool(_fault(run, plain)),
+        ok=not firsts and not note,
+        is_lost=bool(fault),
     )
 
 
@@ -113,7 +137,6 @@ def judge_ranks(
     base: Run,
     forced: Sequence[array[int]],
     base_forced: Sequence[array[int]],
-    num_top: int,
     bound: float,
 ) -> Verdict:
     """Compare the plain run of a rank count with that of the least one, within `bound`.
@@ -122,50 +145,61 @@ def judge_ranks(
     answer from the second token on.
     """
     pairs = [
-        (list(_entries(mine, num_top)), list(_entries(theirs, num_top)))
+        (list(entries(mine, NUM_TOP)), list(entries(theirs, NUM_TOP)))
         for mine, theirs in zip(forced, base_forced, strict=True)
     ]
-    rms, scale = _relative_rms(pairs)
-    first, tokens, compared, note = None, 0, 0, ""
+    requests = []
     for place, (want, got) in enumerate(zip(base.answers, run.answers, strict=True)):
-        found = _first_token(want, got, place)
-        compared += len(got.token_ids) if found is None else found.token + 1
-        if found is None:
-            continue
-        tokens += 1
-        # The last entries are those of the answer.
-        at = len(pairs[place][1]) - len(want.token_ids) + found.token
-        margin, largest = (
-            _margin(pairs[place][1][at]),
-            _largest(pairs[place][0][at], pairs[place][1][at]),
+        first = next((each for each in _differences(want, got, place) if each.is_token), None)
+        count = len(want.token_ids) if first is None else first.token + 1
+        if first is not None and MISSING not in (first.want, first.got):
+            # The last entries are those of the answer.
+            at = len(pairs[place][1]) - len(want.token_ids) + first.token
+            first = _measured(first, pairs[place][0][at], pairs[place][1][at])
+        requests.append(
+            Compared(prompt=want.prompt, num_tokens=count, num_other=first is not None, first=first)
         )
-        found = replace(found, margin=margin, largest=largest)
-        if first is None or (margin or 0.0) > (first.margin or 0.0):
-            first = found
-    if first is not None and (first.margin or 0.0) >= _TIE * bound * scale:
-        note = f"a token differs at a margin of {first.margin:.2g}: more than a near tie"
-    if not rms <= bound:
-        note = f"log-probabilities are off by {rms:.2g}; rank counts may differ by {bound:.2g}"
-    note = _fault(run, base) or note
-    return Verdict(
-        setting=run.setting,
-        against=f"{base.setting.tp} rank" + ("s" if base.setting.tp > 1 else ""),
-        num_tokens=compared,
-        num_other_tokens=tokens,
-        first=first,
-        relative_rms=rms,
-        bound=bound,
-        note=note,
-        ok=not note,
-        is_lost=bool(_fault(run, base)),
-    )
+    count = base.setting.tp
+    against = f"{count} rank" + ("s" if count > 1 else "")
+    return _within(run.setting, against, requests, closeness(pairs), bound)
 
 
-def rank_bound(model: ModelConfig, dtype: str) -> float:
-    """Return sigma of the docstring above."""
-    terms = max(model.hidden_size, model.intermediate_size)
-    walk = _WALK * math.sqrt(2 * model.num_layers + 2)
-    return walk * (_ROUNDOFF[dtype] + _ROUNDOFF["float32"] * math.sqrt(terms))
+def judge_oracle(
+    run: Run,
+    prompts: Sequence[Sequence[int]],
+    forced: Sequence[array[int]],
+    oracle: Sequence[array[int]],
+    bound: float,
+) -> Verdict:
+    """Compare a plain run with what another program says of the same tokens, within `bound`.
+
+    `oracle`: as `forced`, at each place its own likeliest id first and then the ids of `forced`.
+    Everywhere, in prompt and answer, the likeliest id must be the same one, or a near tie.
+    """
+    pairs = [
+        (list(entries(mine, NUM_TOP)), list(entries(theirs, NUM_TOP + 1)))
+        for mine, theirs in zip(forced, oracle, strict=True)
+    ]
+    requests = []
+    for place, (answer, (mine, theirs)) in enumerate(zip(run.answers, pairs, strict=True)):
+        found = []
+        begin = 1 - len(prompts[answer.prompt])
+        for number, (own, base) in enumerate(zip(mine, theirs, strict=True), start=begin):
+            want, got = next(iter(base[1])), next(iter(own[1]))
+            if want != got:
+                other = Difference(
+                    prompt=answer.prompt, request=place, token=number, want=want, got=got
+                )
+                found.append(_measured(other, own, base))
+        requests.append(
+            Compared(
+                prompt=answer.prompt,
+                num_tokens=len(mine),
+                num_other=len(found),
+                first=max(found, key=_width, default=None),
+            )
+        )
+    return _within(run.setting, ORACLE, requests, closeness(pairs), bound)
 
 
 def with_margin(verdict: Verdict, plain: Answer, other: Answer) -> Verdict:
@@ -173,72 +207,62 @@ def with_margin(verdict: Verdict, plain: Answer, other: Answer) -> Verdict:
     first = verdict.first
     if first is None or first.margin is not None or verdict.bound is not None:
         return verdict
-    want = list(_entries(plain.logprobs, NUM_TOP))[first.token]
-    got = list(_entries(other.logprobs, NUM_TOP))[first.token]
-    measured = replace(first, margin=_margin(want), largest=_largest(got, want))
-    return replace(verdict, first=measured)
+    want, got = (list(entries(each.logprobs, NUM_TOP)) for each in (plain, other))
+    if first.token >= min(len(want), len(got)):
+        return verdict
+    return replace(verdict, first=_measured(first, got[first.token], want[first.token]))
 
 
-Entry = tuple[float, Mapping[int, float]]
-"""Log-probability of a token, and of the likeliest ids at its place."""
+def _within(
+    setting: Setting, against: str, requests: Sequence[Compared], near: Closeness, bound: float
+) -> Verdict:
+    """The verdict where only closeness is promised: what differs must be a near tie."""
+    firsts = [request.first for request in requests if request.first is not None]
+    worst = max(firsts, key=_width, default=None)
+    note = ""
+    if worst is not None and worst.margin is None:
+        note = "an answer has another length"
+    elif worst is not None and not near.is_tie(_width(worst), bound):
+        note = f"a token differs at a margin of {worst.margin:.2g}: more than a near tie"
+    if not near.relative_rms <= bound:
+        off = f"{near.relative_rms:.2g}; {bound:.2g} is allowed"
+        note = f"log-probabilities are off by {off}"
+    return Verdict(
+        setting=setting,
+        against=against,
+        requests=tuple(requests),
+        first=worst,
+        closeness=near,
+        bound=bound,
+        note=note,
+        ok=not note,
+    )
 
 
-def _entries(items: array[int], num_top: int) -> Iterator[Entry]:
-    width = logprob_width(num_top)
-    reals = array("f")
-    reals.frombytes(items.tobytes())
-    for at in range(0, len(items), width):
-        yield (
-            reals[at],
-            {items[i]: reals[i + 1] for i in range(at + 2, at + width, 2) if items[i] >= 0},
+def _differences(want: Answer, got: Answer, place: int) -> Iterator[Difference]:
+    """Places where a token or its logits' checksum is another one, or is missing."""
+    both = min(len(want.token_ids), len(got.token_ids))
+    for number in range(max(len(want.token_ids), len(got.token_ids))):
+        a, b = (
+            answer.token_ids[number] if number < len(answer.token_ids) else MISSING
+            for answer in (want, got)
         )
+        at = slice(number, number + 1)
+        other_sum = got.is_summed and want.checksums[at] != got.checksums[at]
+        if a != b or other_sum:
+            yield Difference(prompt=want.prompt, request=place, token=number, want=a, got=b)
+        if number == both:
+            return
 
 
-def _relative_rms(pairs: Sequence[tuple[Sequence[Entry], Sequence[Entry]]]) -> tuple[float, float]:
-    """Of the differences, and the rms of what is compared."""
-    off = total = 0.0
-    count = 0
-    for mine, theirs in pairs:
-        if len(mine) != len(theirs):
-            return math.inf, 1.0
-        for (own, top), (base_own, base_top) in zip(mine, theirs, strict=True):
-            values = [(own, base_own)]
-            values += [(top[i], base_top[i]) for i in top.keys() & base_top.keys()]
-            off += sum((a - b) ** 2 for a, b in values)
-            total += sum(b * b for _, b in values)
-            count += len(values)
-    if not count:
-        return math.inf, 1.0
-    return math.sqrt(off / total), math.sqrt(total / count)
+def _measured(difference: Difference, mine: Entry, base: Entry) -> Difference:
+    margin = margin_between(base, difference.want, difference.got)
+    return replace(difference, margin=margin, largest=largest_between(mine, base))
 
 
-def _margin(entry: Entry) -> float:
-    best, second, *_ = sorted(entry[1].values(), reverse=True)
-    return best - second
-
-
-def _largest(mine: Entry, base: Entry) -> float:
-    both = mine[1].keys() & base[1].keys()
-    return max((abs(mine[1][i] - base[1][i]) for i in both), default=math.inf)
-
-
-def _first_token(want: Answer, got: Answer, place: int) -> Difference | None:
-    for number, (a, b) in enumerate(zip(want.token_ids, got.token_ids, strict=False)):
-        if a != b:
-            return Difference(prompt=want.prompt, request=place, token=number, want=a, got=b)
-    return None
-
-
-def _first_difference(want: Answer, got: Answer, place: int) -> Difference | None:
-    pairs = zip(want.token_ids, got.token_ids, want.checksums, got.checksums, strict=False)
-    for number, (a, b, sum_a, sum_b) in enumerate(pairs):
-        if a != b or sum_a != sum_b:
-            return Difference(prompt=want.prompt, request=place, token=number, want=a, got=b)
-    return None
-
-
-def _count(want: Sequence[int], got: Sequence[int]) -> int:
-    return sum(a != b for a, b in zip(want, got, strict=False))
+def _width(difference: Difference) -> float:
+    """Its margin; one that has none is the worst."""
+    return float("inf") if difference.margin is None else difference.margin
 
 
 def _fault(run: Run, plain: Run) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from unisono.launcher.options import option_spec
+from unisono.launcher.verify_compare import ORACLE
 from unisono.launcher.verify_plan import AXES
 from unisono.models.config import ConfigError
 from unisono.workers.config import BLOCK_SIZE
@@ -23,10 +26,13 @@ class Choices:
     dtypes: tuple[str, ...]
     values: Mapping[str, tuple[Any, ...]]
     """By axis; the plain value is always among them."""
+    graphs_asked: bool
+    """Whether the user spoke of graphs; otherwise the device decides."""
     seeded: bool
     full: bool
     num_prompts: int
     max_tokens: int
+    oracle: bool
 
 
 def read_choices(given: Mapping[str, Any]) -> Choices:
@@ -38,20 +44,62 @@ def read_choices(given: Mapping[str, Any]) -> Choices:
         "chunk": _chunk,
         "prefix_cache": lambda text: _switch("--prefix-cache", text),
         "pre_empt": lambda text: _switch("--pre-empt", text),
+        "graphs": lambda text: _switch("--graphs", text),
     }
     values = {}
     for axis in AXES:
-        asked = _listed(given[axis.name], readers[axis.name])
+        text = given[axis.name]
+        asked = () if text is None else _listed(text, readers[axis.name])
         values[axis.name] = tuple(dict.fromkeys([axis.plain, *asked]))
+    against = given["against"]
+    if against not in (None, ORACLE):
+        raise ConfigError(f"--against {against}: choose {ORACLE}")
     return Choices(
         tps=_listed(given["tp"], option_spec("tp").parse),
         dtypes=_listed(given["dtype"], option_spec("dtype").parse),
         values=values,
+        graphs_asked=given["graphs"] is not None,
         seeded=given["seeded"],
         full=given["full"],
         num_prompts=_num_prompts(given["num_prompts"], given["tokens"], max_tokens),
         max_tokens=max_tokens,
+        oracle=against == ORACLE,
     )
+
+
+def with_graphs(choices: Choices, device: str, attn: str) -> Choices:
+    """The same once it is known what computes: where steps can be graphs, they also are by default.
+
+    Raises ConfigError where they were asked for and cannot be.
+    """
+    why = ""
+    if device != "cuda":
+        why = (
+            f"the device {device} has no graphs; choose off, or --device cuda where there is a GPU"
+        )
+    elif attn != "triton":
+        why = f"with --attn {attn} nothing is captured; choose off, or --attn auto or triton"
+    if not choices.graphs_asked:
+        return replace(
+            choices, values={**choices.values, "graphs": (False,) if why else (False, True)}
+        )
+    if why and True in choices.values["graphs"]:
+        raise ConfigError(f"--graphs on: {why}")
+    return choices
+
+
+def check_page(path: Path) -> None:
+    """Raise ConfigError unless a page can be written to `path`, which is tried beside it."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--html {path}: this is no file; name one that can be written")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.absolute().parent, prefix=".unisono-"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--html {path}: cannot be written ({(error.strerror or '').lower()}); "
+            "name a file in a directory that exists and can be written to"
+        ) from None
 
 
 def _num_prompts(asked: int | None, tokens: int | None, max_tokens: int) -> int:

@@ -1,7 +1,11 @@
 """What `unisono verify` runs: the axes, their values, the matrix and the engines it needs. Pure.
 
-An axis is a row of `AXES`: a field of `Setting`, its plain value, the engine options it stands for
-and how one sees that a run has reached what it is about. Nothing else knows the axes by name.
+An axis is a row of `AXES`: a field of `Setting`, its plain value, what it asks of the engine and
+how one sees that a run has reached what it is about. Nothing else knows the axes by name.
+
+Starting an engine takes longer than most settings do. So what only the scheduler goes by (`limits`)
+is told to a running engine, which forgets all it holds: every setting has a scheduler and a cache
+as of a fresh engine. Only what the ranks are built for (`engine`) needs another one.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from unisono.runtime.protocol import Reschedule
 from unisono.workers.config import BLOCK_SIZE
 
 PRE_EMPT_BATCH = 6
@@ -29,6 +34,8 @@ class Setting:
     """Most tokens of a step; 0: whole prompts."""
     prefix_cache: bool = False
     pre_empt: bool = False
+    graphs: bool = False
+    """Steps of decoding are replayed from CUDA graphs."""
     seeded: bool = False
     """Drawn with a seed instead of the likeliest token."""
 
@@ -54,7 +61,21 @@ class Sizes:
     """Tokens of the longest request."""
     most_requests: int
     """At a time, of any setting."""
-    num_prompts: int
+
+    @property
+    def blocks_each(self) -> int:
+        """KV blocks of the longest request."""
+        return -(-self.longest // BLOCK_SIZE)
+
+    @property
+    def num_blocks(self) -> int:
+        """Of a cache in which nobody is pre-empted: all that run together find room."""
+        return self.most_requests * self.blocks_each
+
+    @property
+    def whole_step(self) -> int:
+        """Tokens of the largest step that cuts no prompt."""
+        return self.longest * self.most_requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +85,8 @@ class Reach:
     longest_prompt: int
     num_cached_tokens: int
     num_preemptions: int
+    num_replays: int
+    """Graphs that were replayed between the first answer and the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,23 +97,14 @@ class Axis:
     """A field of `Setting`."""
     plain: Any
     show: Callable[[Any], str]
-    options: Callable[[Setting, Sizes], dict[str, Any]]
-    """Options of the engine, by field name."""
+    engine: Callable[[Setting], dict[str, Any]] = lambda setting: {}
+    """Options that ranks are started with, by field name."""
+    limits: Callable[[Setting, Sizes], dict[str, Any]] = lambda setting, sizes: {}
+    """What the scheduler goes by: fields of `Reschedule`."""
     missed: Callable[[Setting, Reach], str] = lambda setting, reach: ""
     """Why a run with another value than the plain one did not test it; "": it did."""
     needs: Mapping[str, Any] | None = None
     """Least values of other axes without which the value cannot show."""
-
-
-def _whole_step(setting: Setting, sizes: Sizes) -> dict[str, Any]:
-    whole = sizes.longest * sizes.most_requests
-    return {"max_step_tokens": setting.chunk or whole}
-
-
-def _kv_tokens(setting: Setting, sizes: Sizes) -> dict[str, Any]:
-    # One request must fit; where none is to be pre-empted, all that run and all that are kept.
-    num_requests = 1 if setting.pre_empt else sizes.most_requests + sizes.num_prompts
-    return {"kv_tokens": BLOCK_SIZE * -(-sizes.longest // BLOCK_SIZE) * num_requests}
 
 
 def _missed_chunk(setting: Setting, reach: Reach) -> str:
@@ -98,7 +112,7 @@ def _missed_chunk(setting: Setting, reach: Reach) -> str:
 
 
 def _missed_cache(setting: Setting, reach: Reach) -> str:
-    # Where blocks are short they may be gone before they are found.
+    # Where blocks are short they may be gone before they are found: pairs of --full.
     return "" if reach.num_cached_tokens or setting.pre_empt else "no prefix was found"
 
 
@@ -106,34 +120,43 @@ def _missed_preemption(setting: Setting, reach: Reach) -> str:
     return "" if reach.num_preemptions else "nobody was pre-empted"
 
 
+def _missed_graphs(setting: Setting, reach: Reach) -> str:
+    return "" if reach.num_replays else "no graph was replayed"
+
+
 AXES = (
-    Axis(
-        name="batch",
-        plain=1,
-        show=lambda value: f"batch {value}",
-        options=lambda setting, sizes: {"max_requests": sizes.most_requests},
-    ),
+    Axis(name="batch", plain=1, show=lambda value: f"batch {value}"),
     Axis(
         name="chunk",
         plain=0,
         show=lambda value: f"chunk {value}",
-        options=_whole_step,
+        limits=lambda setting, sizes: {"max_step_tokens": setting.chunk or sizes.whole_step},
         missed=_missed_chunk,
     ),
     Axis(
         name="prefix_cache",
         plain=False,
         show=lambda value: "prefix cache",
-        options=lambda setting, sizes: {"no_prefix_cache": not setting.prefix_cache},
+        limits=lambda setting, sizes: {"prefix_cache": setting.prefix_cache},
         missed=_missed_cache,
     ),
     Axis(
         name="pre_empt",
         plain=False,
         show=lambda value: "pre-empt",
-        options=_kv_tokens,
+        # One request must fit, and no more than that.
+        limits=lambda setting, sizes: {
+            "num_blocks": sizes.blocks_each if setting.pre_empt else sizes.num_blocks
+        },
         missed=_missed_preemption,
         needs={"batch": PRE_EMPT_BATCH},
+    ),
+    Axis(
+        name="graphs",
+        plain=False,
+        show=lambda value: "graphs",
+        engine=lambda setting: {"no_graphs": not setting.graphs},
+        missed=_missed_graphs,
     ),
 )
 """The axes along which bits are promised to be equal."""
@@ -164,10 +187,25 @@ def matrix(
 
 def engine_options(setting: Setting, sizes: Sizes) -> dict[str, Any]:
     """Return the options of the engine that runs `setting`; equal ones share an engine."""
-    options = {"tp": setting.tp, "dtype": setting.dtype, "max_model_len": sizes.longest + 1}
+    options = {
+        "tp": setting.tp,
+        "dtype": setting.dtype,
+        "max_model_len": sizes.longest + 1,
+        "max_requests": sizes.most_requests,
+        "max_step_tokens": sizes.whole_step,
+        "kv_tokens": sizes.num_blocks * BLOCK_SIZE,
+    }
     for axis in AXES:
-        options |= axis.options(setting, sizes)
+        options |= axis.engine(setting)
     return options
+
+
+def limits(setting: Setting, sizes: Sizes) -> Reschedule:
+    """Return what the scheduler goes by while `setting` runs."""
+    fields: dict[str, Any] = {}
+    for axis in AXES:
+        fields |= axis.limits(setting, sizes)
+    return Reschedule(**fields)
 
 
 def by_engine(

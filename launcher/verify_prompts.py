@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-LENGTHS = (63, 64, 70, 62, 1, 66, 200, 130, 33, 128, 129, 17, 65, 192, 5, 300)
-"""Tokens of a prompt, in turn. Short ones that grow over a border come first: they make requests
-meet where memory is short."""
+LENGTHS = (1, 70, 63, 64, 62, 66, 200, 130, 33, 128, 129, 17, 65, 192, 5, 300)
+"""Tokens of a prompt, in turn. Of the first three, all that a quick check has, one is longer than a
+chunk, one grows over a border, and one has room beside it until then: where memory is short it is
+pre-empted."""
 TEXTS = (
     "The sea was calm that morning, and the old lighthouse keeper counted the boats as they left "
     "the harbour. There were nine of them, as every day, and he wrote the number into a book that "

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from unisono.launcher.verify_bisect import Finding
-from unisono.launcher.verify_compare import Difference, Verdict
+from unisono.launcher.verify_compare import MISSING, Difference, Verdict
+from unisono.launcher.verify_facts import Facts
 from unisono.launcher.verify_plan import Setting
 
 WIDTH = 100
-COLUMNS = ("ranks", "dtype", "setting", "against", "tokens", "other tokens", "logits", "verdict")
-_RIGHT = ("ranks", "tokens", "other tokens", "logits")
+COLUMNS = ("ranks", "dtype", "setting", "against", "tokens", "other", "logits", "verdict")
+_RIGHT = ("ranks", "tokens", "other", "logits")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All that is known at the end, or when it was interrupted."""
+
+    facts: Facts
+    verdicts: Sequence[Verdict]
+    findings: Mapping[Setting, Finding]
+    num_verdicts: int
+    """That there were to be."""
+    seconds: float
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.verdicts) == self.num_verdicts
+
+    @property
+    def ok(self) -> bool:
+        """Whether every promise was put to the test and holds."""
+        return self.is_complete and all(verdict.ok for verdict in self.verdicts)
 
 
 def table_text(verdicts: Sequence[Verdict]) -> str:
@@ -21,7 +45,7 @@ def table_text(verdicts: Sequence[Verdict]) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for name in COLUMNS:
         table.add_column(name, justify="right" if name in _RIGHT else "left", overflow="fold")
     for verdict in verdicts:
@@ -29,16 +53,12 @@ def table_text(verdicts: Sequence[Verdict]) -> str:
     console = Console(width=WIDTH, force_terminal=False, color_system=None)
     with console.capture() as capture:
         console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
 
 
 def cells(verdict: Verdict) -> tuple[str, ...]:
     """The texts of a row, in the order of `COLUMNS`."""
     setting = verdict.setting
-    if verdict.relative_rms is None:
-        logits = f"{verdict.num_other_logits:,} other"
-    else:
-        logits = f"off {verdict.relative_rms:.1e}"
     return (
         str(setting.tp),
         setting.dtype,
@@ -46,9 +66,16 @@ def cells(verdict: Verdict) -> tuple[str, ...]:
         verdict.against,
         f"{verdict.num_tokens:,}",
         f"{verdict.num_other_tokens:,}",
-        logits,
+        logits_text(verdict),
         verdict_text(verdict),
     )
+
+
+def logits_text(verdict: Verdict) -> str:
+    """How many logits have other bits, or how far they are off where they may be."""
+    if verdict.closeness is None:
+        return f"{verdict.num_other_logits:,} other"
+    return f"off {verdict.closeness.relative_rms:.1e}"
 
 
 def verdict_text(verdict: Verdict) -> str:
@@ -58,14 +85,16 @@ def verdict_text(verdict: Verdict) -> str:
     if verdict.first is not None and not verdict.ok:
         return difference_text(verdict.first)
     if verdict.bound is not None:
-        ties = f", {verdict.num_other_tokens} near ties" if verdict.num_other_tokens else ""
+        count = verdict.num_other_tokens
+        ties = f", {count} near tie{'s' if count > 1 else ''}" if count else ""
         return f"within {verdict.bound:.1e}{ties}"
     return "equal"
 
 
 def difference_text(first: Difference) -> str:
     """Say where the first difference is and how large it is."""
-    what = f"{first.got} for {first.want}" if first.is_token else "other logits"
+    got = "nothing" if first.got == MISSING else first.got
+    what = f"{got} for {first.want}" if first.is_token else "other logits"
     text = f"prompt {first.prompt}, token {first.token}: {what}"
     if first.margin is not None:
         text += f", margin {first.margin:.2g}"
@@ -74,21 +103,39 @@ def difference_text(first: Difference) -> str:
     return text
 
 
-def closing_line(verdicts: Sequence[Verdict], seconds: float) -> str:
+def outcome_text(verdict: Verdict) -> str:
+    """One line on one verdict."""
+    setting = verdict.setting
+    beside = "" if verdict.against in ("itself", "plain") else f" against {verdict.against}"
+    return (
+        f"{ranks_text(setting)}, {setting.label}{beside}: {verdict_text(verdict)}; "
+        f"{verdict.num_tokens:,} tokens, {verdict.seconds:.1f} s"
+    )
+
+
+def closing_line(report: Report) -> str:
     """Count what was promised and held."""
-    bad = sum(not verdict.ok for verdict in verdicts)
-    tokens = sum(verdict.num_tokens for verdict in verdicts)
-    held = f"{len(verdicts) - bad} of {len(verdicts)} promises hold"
-    return f"{held}: {tokens:,} tokens and their logits compared in {seconds:.0f} s"
+    held = sum(verdict.ok for verdict in report.verdicts)
+    tokens = sum(verdict.num_tokens for verdict in report.verdicts)
+    text = f"{held} of {len(report.verdicts)} promises hold"
+    if not report.is_complete:
+        text = f"interrupted: {text}, of {report.num_verdicts} to be tested"
+    return f"{text}: {tokens:,} tokens and their logits compared in {report.seconds:.0f} s"
 
 
-def as_json(
-    model: str, verdicts: Sequence[Verdict], findings: Mapping[Setting, Finding]
-) -> dict[str, Any]:
+def finding_text(finding: Finding) -> str:
+    """Where a setting first differs, with the setting."""
+    setting = finding.verdict.setting
+    return f"{ranks_text(setting)}, {setting.label}: {finding.text}"
+
+
+def as_json(report: Report) -> dict[str, Any]:
     """Return what `--json` writes."""
     return {
-        "model": model,
-        "ok": all(verdict.ok for verdict in verdicts),
+        **dataclasses.asdict(report.facts),
+        "ok": report.ok,
+        "complete": report.is_complete,
+        "seconds": round(report.seconds, 3),
         "settings": [
             {
                 **dataclasses.asdict(verdict.setting),
@@ -97,14 +144,17 @@ def as_json(
                 "tokens": verdict.num_tokens,
                 "other_tokens": verdict.num_other_tokens,
                 "other_logits": verdict.num_other_logits,
-                "first": None if verdict.first is None else dataclasses.asdict(verdict.first),
-                "relative_rms": verdict.relative_rms,
+                "first": None if first is None else _finite(dataclasses.asdict(first)),
+                "relative_rms": None if near is None else _number(near.relative_rms),
+                "largest": None if near is None else _number(near.largest),
                 "bound": verdict.bound,
                 "note": verdict.note,
                 "ok": verdict.ok,
-                "finding": _finding(findings, verdict.setting),
+                "seconds": round(verdict.seconds, 3),
+                "finding": _finding(report.findings, verdict),
             }
-            for verdict in verdicts
+            for verdict in report.verdicts
+            for first, near in ((verdict.first, verdict.closeness),)
         ],
     }
 
@@ -114,5 +164,15 @@ def ranks_text(setting: Setting) -> str:
     return f"{setting.tp} rank{'s' if setting.tp > 1 else ''}, {setting.dtype}"
 
 
-def _finding(findings: Mapping[Setting, Finding], setting: Setting) -> str | None:
-    return findings[setting].text if setting in findings else None
+def _finite(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _number(value) for name, value in fields.items()}
+
+
+def _number(value: Any) -> Any:
+    """JSON has no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _finding(findings: Mapping[Setting, Finding], verdict: Verdict) -> str | None:
+    found = findings.get(verdict.setting)
+    return None if found is None or found.verdict.against != verdict.against else found.text

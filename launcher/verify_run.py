@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from unisono.launcher.verify_plan import Reach, Setting
+from unisono.launcher.verify_plan import Reach, Setting, Sizes, limits
 from unisono.runtime.protocol import (
     Delta,
     EngineError,
     Finished,
     Rejected,
     RequestRejected,
+    Reschedule,
     SamplingParams,
 )
 from unisono.workers.protocol import int32s
@@ -23,16 +24,25 @@ SEED = 7
 TEMPERATURE = 0.8
 NUM_TOP = 20
 """Likeliest ids that are compared where log-probabilities are."""
+NOBODY = -1
+"""No place in a wave."""
 
 
 class Channel(Protocol):
     """What is needed of an engine."""
 
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, checksums: bool = False
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        checksums: bool = False,
+        more: bool = False,
     ) -> int: ...
 
     def poll(self, timeout_s: float) -> Sequence[Delta | Finished | Rejected]: ...
+
+    def reschedule(self, limits: Reschedule) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,13 +51,16 @@ class Answer:
 
     prompt: int
     """Index of its prompt."""
+    is_summed: bool = True
+    """Whether checksums were asked for."""
     token_ids: list[int] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
-    """Of the logits of each token."""
+    """Of the logits of each token, if they were asked for."""
     logprobs: array[int] = field(default_factory=int32s)
     prompt_logprobs: array[int] = field(default_factory=int32s)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_replays: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +89,31 @@ def params_of(setting: Setting, max_tokens: int) -> SamplingParams:
 def order_of(setting: Setting, num_prompts: int) -> list[int]:
     """Return the prompts of the requests of `setting` in order of submission.
 
-    Every prompt once, and again until a batch is full. With a prefix cache all of it twice: what
-    is asked together finds nothing of each other.
+    Every prompt once, and again until a batch is full. Each wave, what is asked together, comes
+    `times_asked`.
     """
-    count = -(-num_prompts // setting.batch) * setting.batch
-    return [number % num_prompts for number in range(count)] * (2 if setting.prefix_cache else 1)
+    size = setting.batch
+    order: list[int] = []
+    for start in range(0, num_prompts, size):
+        wave = [number % num_prompts for number in range(start, start + size)]
+        order += wave * times_asked(setting)
+    return order
+
+
+def times_asked(setting: Setting) -> int:
+    """How often each wave is asked.
+
+    Twice with a prefix cache: what is asked together finds nothing of each other. Once more with
+    graphs: logits that are summed up are no longer the business of a graph, so the last time none
+    are, and tokens alone are compared.
+    """
+    return 1 + setting.prefix_cache + setting.graphs
+
+
+def summed_place(setting: Setting, wave: int) -> int | None:
+    """Whose logits are summed up in wave number `wave`: everybody's (None) or nobody's."""
+    is_last = (wave + 1) % times_asked(setting) == 0
+    return NOBODY if setting.graphs and is_last else None
 
 
 def run_setting(
@@ -88,16 +121,18 @@ def run_setting(
     setting: Setting,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
+    sizes: Sizes,
 ) -> Run:
-    """Run `setting` on an engine made for it."""
+    """Run `setting` on an engine with its options. Raises RequestRejected."""
     params = params_of(setting, max_tokens)
     answers: list[Answer] = []
     order = order_of(setting, len(prompts))
     fault = ""
     try:
-        for start in range(0, len(order), setting.batch):
-            wave = order[start : start + setting.batch]
-            answers += ask(engine, [(number, prompts[number], params) for number in wave])
+        engine.reschedule(limits(setting, sizes))
+        for number, start in enumerate(range(0, len(order), setting.batch)):
+            wave = [(at, prompts[at], params) for at in order[start : start + setting.batch]]
+            answers += ask(engine, wave, summed_place(setting, number))
     except RequestRejected:
         raise
     except EngineError as error:
@@ -117,13 +152,14 @@ Asked = tuple[int, Sequence[int], SamplingParams]
 def ask(engine: Channel, asked: Sequence[Asked], marked: int | None = None) -> list[Answer]:
     """Submit requests together; return their answers once all are there.
 
-    Checksums come with all, or with number `marked` alone. Raises EngineError.
+    Checksums come with all, or with the one at place `marked` alone. Raises EngineError.
     """
     answers: dict[int, Answer] = {}
     for place, (number, prompt_ids, params) in enumerate(asked):
         wanted = marked is None or marked == place
-        request_id = engine.submit(prompt_ids, params, checksums=wanted)
-        answers[request_id] = Answer(prompt=number)
+        more = place + 1 < len(asked)
+        request_id = engine.submit(prompt_ids, params, checksums=wanted, more=more)
+        answers[request_id] = Answer(prompt=number, is_summed=wanted)
     left = set(answers)
     while left:
         for event in engine.poll(POLL_S):
@@ -143,13 +179,16 @@ def _take(answer: Answer, event: Delta | Finished | Rejected) -> None:
         case Finished():
             answer.num_cached_tokens = event.num_cached_tokens
             answer.num_preemptions = event.num_preemptions
+            answer.num_replays = event.num_replays
         case Rejected():
             raise RequestRejected(event.message)
 
 
 def _reach(answers: Sequence[Answer], prompts: Sequence[Sequence[int]]) -> Reach:
+    replays = [answer.num_replays for answer in answers]
     return Reach(
         longest_prompt=max((len(prompt) for prompt in prompts), default=0),
         num_cached_tokens=sum(answer.num_cached_tokens for answer in answers),
         num_preemptions=sum(answer.num_preemptions for answer in answers),
+        num_replays=max(replays, default=0) - min(replays, default=0),
     )

@@ -18,6 +18,8 @@ class Task:
     prompts: Sequence[tuple[int, ...]]
     max_tokens: int
     model: ModelConfig
+    oracle: bool = False
+    """Whether another program is asked too."""
 
     @property
     def sizes(self) -> Sizes:
@@ -26,8 +28,12 @@ class Task:
         return Sizes(
             longest=longest,
             most_requests=max(each.batch for each in self.settings),
-            num_prompts=len(self.prompts),
         )
+
+    @property
+    def num_verdicts(self) -> int:
+        """Settings, and the oracle's word on each dtype."""
+        return len(self.settings) + (len(self.bases) if self.oracle else 0)
 
     @property
     def groups(self) -> list[tuple[dict[str, Any], list[Setting]]]:
@@ -40,7 +46,17 @@ class Task:
         return min(same, key=lambda other: other.tp).plain
 
     @property
-    def plain_of_counts(self) -> set[Setting]:
-        """Plain settings that are compared with each other, if there are several rank counts."""
+    def forced(self) -> set[Setting]:
+        """Greedy plain settings whose log-probabilities are compared.
+
+        All, if there are several rank counts; those that the oracle is asked of.
+        """
         greedy = {each for each in self.settings if each == each.plain and not each.seeded}
-        return greedy if len({each.tp for each in greedy}) > 1 else set()
+        if len({each.tp for each in greedy}) > 1:
+            return greedy
+        return greedy if self.oracle else set()
+
+    @property
+    def bases(self) -> list[Setting]:
+        """Plain settings of the least rank count, one for each dtype."""
+        return list(dict.fromkeys(map(self.base_of, self.settings)))

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tests.tiny import write_checkpoint
 from tests.verify_rig import Fault, opener
-from unisono.launcher.console import Bar
-from unisono.launcher.verify import run_task
 from unisono.launcher.verify_bisect import bisect
+from unisono.launcher.verify_compare import Verdict
+from unisono.launcher.verify_course import Course
 from unisono.launcher.verify_plan import Setting, matrix
 from unisono.launcher.verify_prompts import id_prompts
 from unisono.launcher.verify_report import table_text
@@ -31,6 +31,7 @@ EVERY = {
     "chunk": (0, 64),
     "prefix_cache": (False, True),
     "pre_empt": (False, True),
+    "graphs": (False,),
 }
 PLAIN = Setting(tp=1, dtype="float32")
 
@@ -57,18 +58,31 @@ def task(path: Path, settings: list[Setting], num_prompts: int = 4, max_tokens: 
     )
 
 
-@pytest.mark.parametrize(
-    ("model", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("qwen3-next", "float32")]
-)
+class Silence:
+    """Nobody is told how far it is."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: None
+
+
+def judged(task: Task, open_engine: Any) -> list[Verdict]:
+    course = Course(task, open_engine, Silence())
+    course.run_settings()
+    return course.verdicts
+
+
+@pytest.mark.parametrize(("model", "dtype"), [("llama", "bfloat16"), ("qwen3-next", "float32")])
 def test_a_sound_model_passes(checkpoint: Callable[[str], Path], model: str, dtype: str) -> None:
+    """Of attention alone the demo model is verified in float32 (tests/end_to_end)."""
     path = checkpoint(model)
     whole = task(path, matrix((1, 2), (dtype,), EVERY, seeded=True, full=False))
-    verdicts = run_task(whole, opener(path), Bar(None, ""))
+    verdicts = judged(whole, opener(path))
     assert all(verdict.ok for verdict in verdicts), table_text(verdicts)
     assert {verdict.against for verdict in verdicts} == {"itself", "plain", "1 rank"}
     assert all(verdict.num_tokens >= 24 for verdict in verdicts if verdict.bound is None)
     cut = next(verdict for verdict in verdicts if verdict.bound is not None)
-    assert 0 < (cut.relative_rms or 0) < (cut.bound or 0)
+    assert cut.closeness is not None
+    assert 0 < cut.closeness.relative_rms < (cut.bound or 0)
 
 
 def company(rank: int, ops: Ops) -> Mapping[str, Any]:
@@ -214,7 +228,7 @@ def test_a_planted_fault_is_found_and_named(
         settings.remove(PLAIN)
     whole = task(path, settings)
     open_engine = opener(path, fault)
-    verdicts = run_task(whole, open_engine, Bar(None, ""))
+    verdicts = judged(whole, open_engine)
     bad = next(verdict for verdict in verdicts if verdict.setting == setting)
     assert not bad.ok, table_text(verdicts)
     assert bad.first is not None or bad.bound is not None

@@ -9,13 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.rig import LocalEngine
+import torch
+
+from tests.rig import CPU, LocalEngine
 from unisono.launcher.verify_bisect import Watch
 from unisono.launcher.verify_run import Channel
 from unisono.ops.by_reference import with_references
 from unisono.ops.table import Ops
 from unisono.runtime.logprobs import take_prompt_logprobs
-from unisono.runtime.protocol import Delta, Finished, Rejected, SamplingParams
+from unisono.runtime.protocol import Delta, Finished, Rejected, Reschedule, SamplingParams
 from unisono.runtime.request import Request
 from unisono.runtime.sampling_wire import with_seed
 from unisono.runtime.scheduler import Scheduler
@@ -35,7 +37,12 @@ class RigChannel:
         self._num_requests = 0
 
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, checksums: bool = False
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        checksums: bool = False,
+        more: bool = False,
     ) -> int:
         request = Request(
             client="test",
@@ -49,6 +56,10 @@ class RigChannel:
         self._num_requests += 1
         self._scheduler.add(request)
         return request.request_id
+
+    def reschedule(self, limits: Reschedule) -> None:
+        assert limits.num_blocks <= self._engine._scheduling["num_blocks"]
+        self._scheduler.reschedule(limits)
 
     def poll(self, timeout_s: float) -> list[Delta | Finished | Rejected]:
         plan = self._scheduler.next_plan()
@@ -77,13 +88,17 @@ class RigChannel:
                         total_s=0.0,
                         num_cached_tokens=request.num_cached_tokens,
                         num_preemptions=request.num_admissions - 1,
+                        num_replays=self._engine.ranks[0].pool.num_replays,
                     )
                 )
         return events
 
 
 def opener(
-    checkpoint: Path, fault: Fault = lambda rank, ops: {}, overlay: str = ""
+    checkpoint: Path,
+    fault: Fault = lambda rank, ops: {},
+    overlay: str = "",
+    device: torch.device = CPU,
 ) -> Callable[[Mapping[str, Any], Watch | None], Any]:
     """Return what opens engines of `checkpoint` whose ranks have `fault`."""
 
@@ -107,8 +122,9 @@ def opener(
                 num_blocks=-(-options["kv_tokens"] // BLOCK_SIZE),
                 max_requests=options["max_requests"],
                 max_step_tokens=options["max_step_tokens"],
-                prefix_cache=not options["no_prefix_cache"],
                 overlay=overlay,
+                device=device,
+                graphs=not options["no_graphs"],
                 ops_of=ops_of,
                 tracer_of=tracer_of,
             )

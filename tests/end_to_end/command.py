@@ -45,10 +45,11 @@ def run(
     env: Mapping[str, str] | None = None,
     command: Sequence[str] = UNISONO,
     code: int = 0,
+    timeout_s: float = 100,
 ) -> tuple[str, str]:
     """Run the command to its end; return stdout and stderr. Fails unless it exits with `code`."""
     process = start(*arguments, env=env, command=command)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=timeout_s)
     assert process.returncode == code, (
         f"exit code {process.returncode}\n{out[-2000:]}\n{err[-4000:]}"
     )

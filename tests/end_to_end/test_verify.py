@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+
+import pytest
 
 from tests.end_to_end.command import plant, run
 from tests.launcher.fakes import CONFIG
@@ -28,17 +31,34 @@ def model(directory: Path) -> str:
     return str(directory)
 
 
-def test_a_sound_model_passes_on_one_and_two_ranks(tmp_path: Path) -> None:
-    out, err = run(
-        "verify", model(tmp_path), "--tp", "1,2", "--batch", "1,4", "--chunk", "none", *SMALL
-    )
+@pytest.mark.timeout(180)
+def test_the_demo_model_has_one_answer(tmp_path: Path) -> None:
+    """On one rank and two: alone and in company, its prompt cut, cached, pre-empted, drawn."""
+    page = tmp_path / "page.html"
+    axes = ("--tp", "1,2", "--batch", "1,8", "--chunk", "none,64", "--seeded")
+    few = ("--prompts", "3", "--max-tokens", "3")
+    out, err = run("verify", "demo", *axes, *few, "--json", "--html", str(page), timeout_s=170)
     report = json.loads(out)
     assert report["ok"]
-    assert {entry["tp"] for entry in report["settings"]} == {1, 2}
-    labels = [entry["label"] for entry in report["settings"] if entry["tp"] == 2]
-    assert labels[:4] == ["plain", "batch 4", "prefix cache", "batch 6, pre-empt"]
-    assert all(entry["tokens"] >= 16 for entry in report["settings"])
-    assert "promises hold" in err
+    for tp in (1, 2):
+        of_count = [entry for entry in report["settings"] if entry["tp"] == tp]
+        assert [entry["label"] for entry in of_count[:9]] == [
+            "plain",
+            "batch 8",
+            "chunk 64",
+            "prefix cache",
+            "batch 6, pre-empt",
+            "batch 8, chunk 64, pre-empt",
+            "batch 8, chunk 64, prefix cache",
+            "seeded",
+            "batch 8, chunk 64, prefix cache, seeded",
+        ]
+    [between] = [entry for entry in report["settings"] if entry["bound"]]
+    assert (between["tp"], between["against"]) == (2, "1 rank")
+    assert 0 < between["relative_rms"] < between["bound"] < 1e-4
+    started = r"^unisono: (\d) ranks?, float32: started in [\d.]+ s$"
+    assert re.findall(started, err, re.MULTILINE) == ["1", "2"]
+    assert page.read_text().count("<svg") == len(report["settings"]) == 18
 
 
 def test_a_faulty_rank_is_named(tmp_path: Path) -> None:
@@ -54,8 +74,3 @@ def test_a_faulty_rank_is_named(tmp_path: Path) -> None:
         "first difference: layers.0.mlp silu_and_mul, position 0, rank 1: other bits; with its "
         "reference the difference is gone: the kernel is at fault"
     )
-
-
-def test_bad_options_end_with_2_before_anything_starts(tmp_path: Path) -> None:
-    _, err = run("verify", model(tmp_path), "--chunk", "8", *SMALL, code=2)
-    assert err == ("unisono: error: --chunk 8: expected none or a whole number from 64 up\n")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +17,10 @@ from typing import Any
 import pytest
 
 from tests.launcher.fakes import CONFIG, FakeTokenizer, logprob_items, write_checkpoint
+from tests.paths import python_path
 from unisono.launcher import cli
 from unisono.launcher.config import LaunchConfig
+from unisono.launcher.console import Bar
 from unisono.launcher.resolve import HostFacts
 from unisono.launcher.verify_oracle import Oracle, OracleBroken
 from unisono.launcher.verify_run import NUM_TOP
@@ -270,8 +276,8 @@ def test_the_oracle_has_a_row_for_each_dtype(
     ]
     assert len(said["settings"]) == 6
     if ask is agreeing:
-        # Of 63 + 3 and 70 + 3 tokens all but the first are predicted.
-        assert [entry["tokens"] for entry in said["settings"][4:]] == [137, 137]
+        # Of 1 + 3 and 70 + 3 tokens all but the first are predicted.
+        assert [entry["tokens"] for entry in said["settings"][4:]] == [75, 75]
         assert (code, said["ok"]) == (0, True)
         assert "unisono: 6 of 6: 1 rank, bfloat16, plain against transformers: within" in err
     else:
@@ -302,6 +308,36 @@ def test_what_was_judged_is_shown_when_it_is_interrupted(
     assert "of 8 to be tested" in page.read_text()
 
 
+ENDED = """
+import time
+
+from tests.launcher.test_verify import FakeEngine
+from unisono.launcher import cli, engine_client
+
+class Engine(FakeEngine):
+    on_setting = lambda number: time.sleep(100 * (number == 3))
+
+engine_client.Engine = Engine
+cli.main()
+"""
+
+
+def test_a_job_that_is_ended_keeps_what_was_judged(model: str) -> None:
+    environ = {**os.environ, "PYTHONPATH": python_path()}
+    command = [sys.executable, "-c", ENDED, "verify", model, *RANDOM]
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        while "2 of 8: " not in process.stderr.readline():
+            pass
+        process.terminate()
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert out.count("equal") == 2
+    assert err.startswith("interrupted: 2 of 2 promises hold, of 8 to be tested: ")
+
+
 def test_before_the_first_verdict_there_is_nothing_to_show(
     run: Run, model: str, engines: type[FakeEngine]
 ) -> None:
@@ -324,6 +360,34 @@ def test_a_difference_ends_with_1_and_is_on_the_page(
     assert re.search(r"prompt 0, token 3: \d+ for \d+", " ".join(out.split()))
     assert "1 of 2 promises hold" in err
     assert "6 of 6 requests differ" in page.read_text()
+
+
+def test_a_page_that_cannot_be_written_after_all_ends_with_1(
+    run: Run, model: str, engines: type[FakeEngine], tmp_path: Path
+) -> None:
+    place = tmp_path / "pages"
+    place.mkdir()
+    engines.on_setting = lambda number: shutil.rmtree(place, ignore_errors=True)
+    code, out, err = run(model, *RANDOM, *ALONE, "--html", str(place / "page.html"))
+    assert (code, out.count("equal")) == (1, 1)
+    assert re.search(r"^unisono: --html .*page.html: not written: No such file", err, re.MULTILINE)
+
+
+def test_a_terminal_gets_a_bar_and_no_lines(
+    run: Run, model: str, engines: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = []
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(Bar, "show", lambda self, label, done, total: labels.append((label, done)))
+    code, _, err = run(model, *RANDOM, *ALONE, "--seeded")
+    assert code == 0
+    assert labels == [
+        ("settings", 0),
+        ("starting 1 rank, float32", 0),
+        ("1 rank, float32, plain", 0),
+        ("1 rank, float32, seeded", 1),
+    ]
+    assert "of 2:" not in err
 
 
 def test_a_lost_engine_is_the_fate_of_one_setting_only(

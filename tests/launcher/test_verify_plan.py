@@ -1,15 +1,14 @@
-"""The matrix of `unisono verify`, its options and its report."""
+"""The matrix of `unisono verify`: its settings, its options, what an engine is told."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launcher.fakes import tiny_model
-from unisono.launcher.verify_compare import Difference, Verdict, judge, rank_bound
-from unisono.launcher.verify_options import read_choices
+from unisono.launcher.verify_options import check_page, read_choices, with_graphs
 from unisono.launcher.verify_plan import (
     PRE_EMPT_BATCH,
     Reach,
@@ -17,16 +16,16 @@ from unisono.launcher.verify_plan import (
     Sizes,
     by_engine,
     engine_options,
+    limits,
     matrix,
     what_was_missed,
 )
 from unisono.launcher.verify_prompts import LENGTHS, id_prompts, text_prompts
-from unisono.launcher.verify_report import WIDTH, as_json, closing_line, table_text
-from unisono.launcher.verify_run import Answer, Run, order_of
+from unisono.launcher.verify_run import NOBODY, order_of, summed_place
 from unisono.models.config import ConfigError
 
 PLAIN = Setting(tp=1, dtype="float32")
-SIZES = Sizes(longest=100, most_requests=8, num_prompts=4)
+SIZES = Sizes(longest=100, most_requests=8)
 GIVEN: dict[str, Any] = {
     "tp": "1",
     "dtype": "auto",
@@ -34,6 +33,8 @@ GIVEN: dict[str, Any] = {
     "chunk": "none,64",
     "prefix_cache": "on,off",
     "pre_empt": "off",
+    "graphs": None,
+    "against": None,
     "seeded": False,
     "full": False,
     "num_prompts": None,
@@ -45,8 +46,9 @@ VALUES = {
     "chunk": (0, 64, 256),
     "prefix_cache": (False, True),
     "pre_empt": (False, True),
+    "graphs": (False,),
 }
-NOTHING = Reach(longest_prompt=0, num_cached_tokens=0, num_preemptions=0)
+NOTHING = Reach(longest_prompt=0, num_cached_tokens=0, num_preemptions=0, num_replays=0)
 
 
 def test_every_value_stands_alone_once_and_together() -> None:
@@ -76,15 +78,29 @@ def test_full_is_the_product_and_plain_comes_first() -> None:
         assert settings.index(setting.plain) <= number
 
 
-def test_engines_are_shared_where_options_are_equal() -> None:
-    settings = matrix((1,), ("float32",), VALUES, seeded=True, full=False)
+def test_one_engine_serves_all_that_a_scheduler_can_be_told() -> None:
+    values = {**VALUES, "graphs": (False, True)}
+    settings = matrix((1, 2), ("float32", "bfloat16"), values, seeded=True, full=False)
     groups = by_engine(settings, SIZES)
-    assert [member.label for member in groups[0][1]] == ["plain", "batch 8", "seeded"]
+    assert [options["no_graphs"] for options, _ in groups] == [True, False] * 4
+    assert sorted({(options["tp"], options["dtype"]) for options, _ in groups}) == [
+        (tp, dtype) for tp in (1, 2) for dtype in ("bfloat16", "float32")
+    ]
+    assert [setting for _, members in groups[:2] for setting in members if setting.graphs] == (
+        groups[1][1]
+    )
     assert sum(len(members) for _, members in groups) == len(settings)
+
+
+def test_an_engine_can_hold_what_its_settings_ask_for() -> None:
     options = engine_options(PLAIN, SIZES)
-    assert options["max_step_tokens"] >= 100 * 8
-    assert options["kv_tokens"] >= 100 * 8
-    assert engine_options(replace(PLAIN, pre_empt=True), SIZES)["kv_tokens"] == 128
+    whole = limits(PLAIN, SIZES)
+    assert (whole.max_step_tokens, whole.num_blocks, whole.prefix_cache) == (800, 16, False)
+    small = limits(replace(PLAIN, chunk=64, pre_empt=True, prefix_cache=True), SIZES)
+    assert (small.max_step_tokens, small.num_blocks, small.prefix_cache) == (64, 2, True)
+    assert options["max_step_tokens"] >= whole.max_step_tokens
+    assert options["kv_tokens"] == 64 * whole.num_blocks
+    assert (options["max_requests"], options["max_model_len"]) == (8, 101)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +114,8 @@ def test_engines_are_shared_where_options_are_equal() -> None:
         ({"prefix_cache": True}, {"num_cached_tokens": 64}, ""),
         ({"pre_empt": True}, {}, "nobody was pre-empted"),
         ({"pre_empt": True}, {"num_preemptions": 1}, ""),
+        ({"graphs": True}, {}, "no graph was replayed"),
+        ({"graphs": True}, {"num_replays": 1}, ""),
     ],
 )
 def test_what_was_not_reached_is_said(
@@ -106,10 +124,20 @@ def test_what_was_not_reached_is_said(
     assert what_was_missed(replace(PLAIN, **change), replace(NOTHING, **reach)) == missed
 
 
-def test_requests_fill_batches_and_come_twice_to_a_cache() -> None:
+def test_requests_fill_batches_and_waves_come_again_to_caches_and_graphs() -> None:
     assert order_of(PLAIN, 3) == [0, 1, 2]
     assert order_of(replace(PLAIN, batch=4), 3) == [0, 1, 2, 0]
-    assert order_of(replace(PLAIN, prefix_cache=True), 2) == [0, 1, 0, 1]
+    assert order_of(replace(PLAIN, prefix_cache=True), 2) == [0, 0, 1, 1]
+    pair = replace(PLAIN, prefix_cache=True, batch=2, graphs=True)
+    assert order_of(pair, 3) == [0, 1] * 3 + [2, 0] * 3
+
+
+def test_of_graphs_the_last_wave_is_compared_by_tokens_alone() -> None:
+    graphs = replace(PLAIN, graphs=True)
+    assert [summed_place(graphs, wave) for wave in range(4)] == [None, NOBODY, None, NOBODY]
+    both = replace(graphs, prefix_cache=True)
+    assert [summed_place(both, wave) for wave in range(4)] == [None, None, NOBODY, None]
+    assert summed_place(replace(PLAIN, prefix_cache=True), 1) is None
 
 
 def test_prompts_have_many_lengths_and_common_beginnings() -> None:
@@ -117,11 +145,11 @@ def test_prompts_have_many_lengths_and_common_beginnings() -> None:
     assert [len(prompt) for prompt in prompts] == [min(length, 150) for length in LENGTHS]
     assert all(0 <= token < 199 for prompt in prompts for token in prompt)
     assert prompts == id_prompts(len(LENGTHS), 199, 150)
-    assert prompts[2][:64] == prompts[6][:64]
-    assert prompts[2][64:70] != prompts[6][64:70]
+    assert prompts[1][:64] == prompts[7][:64]
+    assert prompts[1][64:70] != prompts[7][64:70]
     texts = text_prompts(8, lambda text: [ord(letter) for letter in text], 400)
     assert [len(text) for text in texts] == list(LENGTHS[:8])
-    assert texts[0] == texts[3][:63] or texts[3] == texts[0][:62]
+    assert texts[2] == texts[5][:63]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +160,8 @@ def test_prompts_have_many_lengths_and_common_beginnings() -> None:
         ({"chunk": "63"}, "--chunk 63: expected none or a whole number from 64 up"),
         ({"prefix_cache": "yes"}, "--prefix-cache yes: choose on, off or on,off"),
         ({"pre_empt": ""}, "--pre-empt : choose on, off or on,off"),
+        ({"graphs": "auto"}, "--graphs auto: choose on, off or on,off"),
+        ({"against": "vllm"}, "--against vllm: choose transformers"),
         ({"max_tokens": 0}, "--max-tokens 0: must be at least 1"),
         ({"num_prompts": 0}, "--prompts 0: must be at least 1"),
         ({"tokens": 0}, "--tokens 0: must be at least 1"),
@@ -153,53 +183,47 @@ def test_options_become_values_with_the_plain_one_among_them() -> None:
         "chunk": (0, 64),
         "prefix_cache": (False, True),
         "pre_empt": (False,),
+        "graphs": (False,),
     }
     assert (choices.tps, choices.num_prompts) == ((2, 1), 3)
 
 
-def run_of(setting: Setting, tokens: list[int], sums: list[int]) -> Run:
-    answer = Answer(prompt=0, token_ids=tokens, checksums=sums)
-    return Run(setting=setting, answers=[answer], reach=NOTHING)
+@pytest.mark.parametrize(
+    ("asked", "device", "attn", "values"),
+    [
+        (None, "cpu", "tiled", (False,)),
+        (None, "cuda", "triton", (False, True)),
+        (None, "cuda", "reference", (False,)),
+        ("off", "cuda", "triton", (False,)),
+        ("off", "cpu", "tiled", (False,)),
+        ("on", "cuda", "triton", (False, True)),
+    ],
+)
+def test_graphs_are_tried_where_there_are_any(
+    asked: str | None, device: str, attn: str, values: tuple[bool, ...]
+) -> None:
+    choices = with_graphs(read_choices({**GIVEN, "graphs": asked}), device, attn)
+    assert choices.values["graphs"] == values
 
 
-def test_a_differing_bit_and_a_differing_token_are_told_apart() -> None:
-    plain = run_of(PLAIN, [5, 6, 7], [1, 2, 3])
-    batch = replace(PLAIN, batch=8)
-    assert judge(plain, plain).ok
-    bits = judge(run_of(batch, [5, 6, 7], [1, 9, 3]), plain)
-    assert bits.first is not None
-    assert (bits.ok, bits.num_other_tokens, bits.num_other_logits) == (False, 0, 1)
-    assert (bits.first.token, bits.first.is_token) == (1, False)
-    token = judge(run_of(batch, [5, 6, 8], [1, 2, 3]), plain)
-    assert token.first == Difference(prompt=0, request=0, token=2, want=7, got=8)
-    missed = judge(run_of(replace(PLAIN, chunk=64), [5, 6, 7], [1, 2, 3]), plain)
-    assert (missed.ok, missed.note) == (False, "not reached: no prompt is longer than a chunk")
-    lost = judge(replace(plain, setting=batch, fault="rank 0 died"), plain)
-    assert (lost.ok, lost.is_lost) == (False, True)
+@pytest.mark.parametrize(
+    ("device", "attn", "message"),
+    [
+        ("cpu", "tiled", "--graphs on: the device cpu has no graphs; choose off"),
+        ("cuda", "torch-flash", "--graphs on: with --attn torch-flash nothing is captured; choose"),
+    ],
+)
+def test_graphs_are_refused_where_there_are_none(device: str, attn: str, message: str) -> None:
+    choices = read_choices({**GIVEN, "graphs": "on,off"})
+    with pytest.raises(ConfigError) as caught:
+        with_graphs(choices, device, attn)
+    assert str(caught.value).startswith(message)
 
 
-def test_the_bound_grows_with_depth_and_with_coarser_numbers() -> None:
-    model = tiny_model()
-    deeper = replace(model, num_layers=4 * model.num_layers)
-    bounds = [rank_bound(model, dtype) for dtype in ("float32", "float16", "bfloat16")]
-    assert bounds == sorted(bounds)
-    assert rank_bound(deeper, "float32") > bounds[0]
-    assert bounds[0] < 1e-4
-
-
-def test_the_table_fits_and_json_says_the_same() -> None:
-    first = Difference(prompt=3, request=11, token=17, want=1234, got=56789, margin=0.01)
-    setting = Setting(
-        tp=2, dtype="bfloat16", batch=64, chunk=256, prefix_cache=True, pre_empt=True, seeded=True
-    )
-    verdicts = [
-        Verdict(setting=PLAIN, against="itself", num_tokens=2000),
-        Verdict(setting=setting, against="plain", num_tokens=20000, first=first, ok=False),
-    ]
-    table = table_text(verdicts)
-    assert max(map(len, table.splitlines())) <= WIDTH
-    assert "equal" in table
-    assert "56789 for" in " ".join(table.split())
-    assert closing_line(verdicts, 9.6).startswith("1 of 2 promises hold: 22,000 tokens")
-    said = as_json("demo", verdicts, {})
-    assert (said["ok"], said["settings"][1]["first"]["got"]) == (False, 56789)
+def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    check_page(tmp_path / "new.html")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match=r"^--html .*: this is no file; name one"):
+        check_page(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot be written \(no such file or directory\); name"):
+        check_page(tmp_path / "gone" / "page.html")
