@@ -38,6 +38,11 @@ class RankTrace:
         at, count = record.values
         return np.fromfile(self.values, dtype="<f4", count=count, offset=4 * at).tolist()
 
+    def settled(self) -> RankTrace:
+        """Only the last record of each place: earlier ones may be of drafts that were wrong."""
+        last = {(record.order, record.position): record for record in self.records}
+        return RankTrace(records=tuple(last.values()), values=self.values)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parting:

@@ -27,7 +27,7 @@ from unisono.launcher.options import config_options, given
 from unisono.launcher.verify_bisect import Watch
 from unisono.launcher.verify_course import AskOracle, Course
 from unisono.launcher.verify_facts import fingerprint, read_facts
-from unisono.launcher.verify_options import Choices, check_page, read_choices, with_graphs
+from unisono.launcher.verify_options import Choices, check_page, read_choices, with_defaults
 from unisono.launcher.verify_plan import Setting, matrix
 from unisono.launcher.verify_progress import Progress
 from unisono.launcher.verify_prompts import LENGTHS, id_prompts, text_prompts
@@ -66,6 +66,11 @@ OPTIONS = (
 @click.option(
     "--graphs", metavar="on,off", help="Replay CUDA graphs.  [default: on,off on a GPU, off else]"
 )
+@click.option(
+    "--speculate",
+    metavar="off,N,...",
+    help="Tokens to draft, 1 to 8 or auto.  [default: off,3 where the model has MTP, off else]",
+)
 @click.option("--seeded", is_flag=True, help="Also draw with a seed.")
 @click.option("--full", is_flag=True, help="Every combination, not only informative ones.")
 @click.option("--prompts", "num_prompts", type=int, metavar="N", help="[default: 8]")
@@ -88,7 +93,7 @@ OPTIONS = (
 @config_options(*OPTIONS)
 def command(model: str, json_output: bool, html: Path | None, search: bool, **values: Any) -> int:
     """Prove that MODEL gives each request one answer: alone or in a batch, its prompt chunked or
-    whole, after a prefix-cache hit, after pre-emption, from graphs or eager.
+    whole, after a prefix-cache hit, after pre-emption, from graphs or eager, drafting or not.
 
     Each setting is compared with the plain one of its rank count (alone, eager, whole prompt,
     nothing cached): tokens and all bits of all logits. Rank counts are compared within a bound on
@@ -193,7 +198,7 @@ def _prepare(model: str, options: Mapping[str, Any], choices: Choices, console: 
 
     with console.fetching() as fetched:
         first = prepare(model, options, os.environ, None, fetched)
-    choices = with_graphs(choices, first.worker.device, first.worker.attn)
+    choices = with_defaults(choices, first.worker)
     vocab_size = first.worker.model.vocab_size
     tokenizer: Tokenizer | IdsOnly = (
         Tokenizer.load(first.source) if first.has_tokenizer else IdsOnly(model, vocab_size)
@@ -212,7 +217,7 @@ def _prepare(model: str, options: Mapping[str, Any], choices: Choices, console: 
         oracle=choices.oracle,
     )
     if task.oracle:
-        check_oracle(first.source, first.worker, task.sizes.longest + 1)
+        check_oracle(first.source, first.worker, dtypes, task.sizes.longest + 1)
     oracle = Oracle(
         source=first.source,
         device=first.worker.device,

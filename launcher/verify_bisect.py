@@ -93,7 +93,8 @@ class _Search:
     def part(self, references: tuple[str, ...]) -> tuple[Parting | None, tuple[Answer, Answer]]:
         """Where the two part if these ops are references; and the two answers."""
         both = (self._base, self._setting)
-        engines = [(each,) for each in both] if self._between_counts else [both]
+        apart = self._options_of(self._base) != self._options_of(self._setting)
+        engines = [(each,) for each in both] if apart else [both]
         with tempfile.TemporaryDirectory(prefix="unisono-trace-") as place:
             found = []
             for number, settings in enumerate(engines):
@@ -107,6 +108,8 @@ class _Search:
                 tolerance = RANK_TOLERANCE * self._bound
                 parting = where_ranks_part(base[0], other, end, tolerance)
             else:
+                if self._setting.speculate != "off":
+                    other = [trace.settled() for trace in other]
                 parting = where_bits_part(base, other, end)
         return parting, (want, got)
 
@@ -117,10 +120,8 @@ class _Search:
         watch = Watch(
             trace_dir=str(directory), trace_values=self._between_counts, reference_ops=references
         )
-        # What a graph replays cannot be watched.
-        options = engine_options(replace(settings[0], graphs=False), self._task.sizes)
         found = []
-        with self._open(options, watch) as engine:
+        with self._open(self._options_of(settings[0]), watch) as engine:
             for setting in settings:
                 bounds = limits(setting, self._task.sizes)
                 engine.reschedule(bounds)
@@ -130,6 +131,10 @@ class _Search:
                 for path in directory.glob("*.jsonl"):
                     path.unlink()
         return found
+
+    def _options_of(self, setting: Setting) -> Mapping[str, Any]:
+        # What a graph replays cannot be watched.
+        return engine_options(replace(setting, graphs=False), self._task.sizes)
 
     def _answer(self, engine: Channel, setting: Setting) -> Answer:
         """The marked request in the company that it had: all that came before, and its wave."""

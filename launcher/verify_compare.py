@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from unisono.launcher.verify_bounds import (
+    ORACLE_TIE,
+    TIE,
     Closeness,
     Entry,
     closeness,
@@ -161,7 +163,7 @@ def judge_ranks(
         )
     count = base.setting.tp
     against = f"{count} rank" + ("s" if count > 1 else "")
-    return _within(run.setting, against, requests, closeness(pairs), bound)
+    return _within(run.setting, against, requests, closeness(pairs), bound, TIE)
 
 
 def judge_oracle(
@@ -199,7 +201,7 @@ def judge_oracle(
                 first=max(found, key=_width, default=None),
             )
         )
-    return _within(run.setting, ORACLE, requests, closeness(pairs), bound)
+    return _within(run.setting, ORACLE, requests, closeness(pairs), bound, ORACLE_TIE)
 
 
 def with_margin(verdict: Verdict, plain: Answer, other: Answer) -> Verdict:
@@ -214,7 +216,12 @@ def with_margin(verdict: Verdict, plain: Answer, other: Answer) -> Verdict:
 
 
 def _within(
-    setting: Setting, against: str, requests: Sequence[Compared], near: Closeness, bound: float
+    setting: Setting,
+    against: str,
+    requests: Sequence[Compared],
+    near: Closeness,
+    bound: float,
+    tie: float,
 ) -> Verdict:
     """The verdict where only closeness is promised: what differs must be a near tie."""
     firsts = [request.first for request in requests if request.first is not None]
@@ -222,7 +229,7 @@ def _within(
     note = ""
     if worst is not None and worst.margin is None:
         note = "an answer has another length"
-    elif worst is not None and not near.is_tie(_width(worst), bound):
+    elif worst is not None and not _width(worst) < tie * bound * near.scale:
         note = f"a token differs at a margin of {worst.margin:.2g}: more than a near tie"
     if not near.relative_rms <= bound:
         off = f"{near.relative_rms:.2g}; {bound:.2g} is allowed"

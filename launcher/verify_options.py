@@ -12,10 +12,12 @@ from unisono.launcher.options import option_spec
 from unisono.launcher.verify_compare import ORACLE
 from unisono.launcher.verify_plan import AXES
 from unisono.models.config import ConfigError
-from unisono.workers.config import BLOCK_SIZE
+from unisono.workers.config import BLOCK_SIZE, WorkerConfig
 
 T = TypeVar("T")
 NUM_PROMPTS = 8
+DRAFTS = "3"
+"""What --speculate adds unless the user says, where the model has a layer that drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +28,8 @@ class Choices:
     dtypes: tuple[str, ...]
     values: Mapping[str, tuple[Any, ...]]
     """By axis; the plain value is always among them."""
-    graphs_asked: bool
-    """Whether the user spoke of graphs; otherwise the device decides."""
+    unasked: tuple[str, ...]
+    """Axes that the user did not speak of: what is there decides."""
     seeded: bool
     full: bool
     num_prompts: int
@@ -45,6 +47,7 @@ def read_choices(given: Mapping[str, Any]) -> Choices:
         "prefix_cache": lambda text: _switch("--prefix-cache", text),
         "pre_empt": lambda text: _switch("--pre-empt", text),
         "graphs": lambda text: _switch("--graphs", text),
+        "speculate": option_spec("speculate").parse,
     }
     values = {}
     for axis in AXES:
@@ -58,7 +61,7 @@ def read_choices(given: Mapping[str, Any]) -> Choices:
         tps=_listed(given["tp"], option_spec("tp").parse),
         dtypes=_listed(given["dtype"], option_spec("dtype").parse),
         values=values,
-        graphs_asked=given["graphs"] is not None,
+        unasked=tuple(axis.name for axis in AXES if given[axis.name] is None),
         seeded=given["seeded"],
         full=given["full"],
         num_prompts=_num_prompts(given["num_prompts"], given["tokens"], max_tokens),
@@ -67,25 +70,24 @@ def read_choices(given: Mapping[str, Any]) -> Choices:
     )
 
 
-def with_graphs(choices: Choices, device: str, attn: str) -> Choices:
-    """The same once it is known what computes: where steps can be graphs, they also are by default.
+def with_defaults(choices: Choices, worker: WorkerConfig) -> Choices:
+    """The same once it is known what computes: graphs and drafts are tried where there are any.
 
-    Raises ConfigError where they were asked for and cannot be.
+    Raises ConfigError where graphs were asked for and cannot be.
     """
     why = ""
-    if device != "cuda":
-        why = (
-            f"the device {device} has no graphs; choose off, or --device cuda where there is a GPU"
-        )
-    elif attn != "triton":
-        why = f"with --attn {attn} nothing is captured; choose off, or --attn auto or triton"
-    if not choices.graphs_asked:
-        return replace(
-            choices, values={**choices.values, "graphs": (False,) if why else (False, True)}
-        )
-    if why and True in choices.values["graphs"]:
+    if worker.device != "cuda":
+        why = f"{worker.device} has no graphs; choose off, or --device cuda where there is a GPU"
+    elif worker.attn != "triton":
+        why = f"with --attn {worker.attn} nothing is captured; choose off, or --attn auto or triton"
+    values = dict(choices.values)
+    if "graphs" in choices.unasked and not why:
+        values["graphs"] = (False, True)
+    if "speculate" in choices.unasked and worker.model.num_mtp_layers:
+        values["speculate"] = ("off", DRAFTS)
+    if why and True in values["graphs"]:
         raise ConfigError(f"--graphs on: {why}")
-    return choices
+    return replace(choices, values=values)
 
 
 def check_page(path: Path) -> None:

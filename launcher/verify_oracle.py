@@ -6,7 +6,7 @@ import importlib.util
 import secrets
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.launcher.cluster import SESSION_VARIABLE
@@ -50,7 +50,9 @@ class Oracle:
     """Longest time without a word, such as loading takes."""
 
 
-def check_oracle(source: ModelSource, worker: WorkerConfig, longest: int) -> None:
+def check_oracle(
+    source: ModelSource, worker: WorkerConfig, dtypes: Iterable[str], longest: int
+) -> None:
     """Raise ConfigError if transformers cannot be asked about requests of `longest` tokens."""
     if source.kind == "shape" or worker.load_format == "random":
         raise ConfigError(
@@ -65,6 +67,12 @@ def check_oracle(source: ModelSource, worker: WorkerConfig, longest: int) -> Non
     for name in needed:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"{FLAG}: {name} is not installed; run pip install {name}")
+    coarse = [dtype for dtype in dtypes if dtype != "float32"]
+    if worker.model.experts is not None and coarse:
+        raise ConfigError(
+            f"{FLAG}: in {coarse[0]} a near tie sends a token to other experts than in float32, "
+            "which no bound on rounding covers; choose --dtype float32"
+        )
     rope = worker.model.rope
     border = rope.original_max_position_embeddings or worker.model.max_position_embeddings
     if rope.rope_type in ("dynamic", "longrope") and longest > border:

@@ -36,6 +36,8 @@ class Setting:
     pre_empt: bool = False
     graphs: bool = False
     """Steps of decoding are replayed from CUDA graphs."""
+    speculate: str = "off"
+    """Tokens that the model drafts for itself and checks in one step."""
     seeded: bool = False
     """Drawn with a seed instead of the likeliest token."""
 
@@ -87,6 +89,8 @@ class Reach:
     num_preemptions: int
     num_replays: int
     """Graphs that were replayed between the first answer and the last."""
+    num_drafted: int
+    """Drafts that were checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +125,13 @@ def _missed_preemption(setting: Setting, reach: Reach) -> str:
 
 
 def _missed_graphs(setting: Setting, reach: Reach) -> str:
-    return "" if reach.num_replays else "no graph was replayed"
+    # Steps with drafts are not replayed: pairs of --full.
+    return "" if reach.num_replays or setting.speculate != "off" else "no graph was replayed"
+
+
+def _missed_drafts(setting: Setting, reach: Reach) -> str:
+    # Where blocks are short there may be no room for drafts.
+    return "" if reach.num_drafted or setting.pre_empt else "no draft was checked"
 
 
 AXES = (
@@ -158,8 +168,18 @@ AXES = (
         engine=lambda setting: {"no_graphs": not setting.graphs},
         missed=_missed_graphs,
     ),
+    Axis(
+        name="speculate",
+        plain="off",
+        show=lambda value: f"{value} drafts",
+        engine=lambda setting: {"speculate": setting.speculate},
+        missed=_missed_drafts,
+    ),
 )
 """The axes along which bits are promised to be equal."""
+ALTERNATIVES = (("prefix_cache", "pre_empt"), ("speculate", "graphs"))
+"""Axes that hide each other: a small cache forgets what a prefix cache holds, and steps with drafts
+are not replayed."""
 
 
 def matrix(
@@ -236,9 +256,8 @@ def _pruned(plain: Setting, values: Mapping[str, Sequence[Any]]) -> Iterator[Set
             if value != axis.plain:
                 yield _with(plain, {axis.name: value})
                 last[axis.name] = value
-    # A small cache forgets what a prefix cache holds, so these two are not put together.
-    for absent in ("prefix_cache", "pre_empt"):
-        together = {name: value for name, value in last.items() if name != absent}
+    for absent in itertools.product(*ALTERNATIVES):
+        together = {name: value for name, value in last.items() if name not in absent}
         if len(together) > 1:
             yield _with(plain, together)
 

@@ -61,6 +61,7 @@ class Answer:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_replays: int = 0
+    num_drafted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +181,7 @@ def _take(answer: Answer, event: Delta | Finished | Rejected) -> None:
             answer.num_cached_tokens = event.num_cached_tokens
             answer.num_preemptions = event.num_preemptions
             answer.num_replays = event.num_replays
+            answer.num_drafted = sum(event.drafted)
         case Rejected():
             raise RequestRejected(event.message)
 
@@ -191,4 +193,5 @@ def _reach(answers: Sequence[Answer], prompts: Sequence[Sequence[int]]) -> Reach
         num_cached_tokens=sum(answer.num_cached_tokens for answer in answers),
         num_preemptions=sum(answer.num_preemptions for answer in answers),
         num_replays=max(replays, default=0) - min(replays, default=0),
+        num_drafted=sum(answer.num_drafted for answer in answers),
     )

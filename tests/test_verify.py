@@ -32,6 +32,7 @@ EVERY = {
     "prefix_cache": (False, True),
     "pre_empt": (False, True),
     "graphs": (False,),
+    "speculate": ("off",),
 }
 PLAIN = Setting(tp=1, dtype="float32")
 
@@ -41,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     @cache
     def write(name: str) -> Path:
         path = tmp_path_factory.mktemp(name)
-        write_checkpoint(name, path)
+        write_checkpoint(name.removesuffix("+mtp"), path, mtp=name.endswith("+mtp"))
         return path
 
     return write
@@ -71,11 +72,12 @@ def judged(task: Task, open_engine: Any) -> list[Verdict]:
     return course.verdicts
 
 
-@pytest.mark.parametrize(("model", "dtype"), [("llama", "bfloat16"), ("qwen3-next", "float32")])
+@pytest.mark.parametrize(("model", "dtype"), [("llama", "bfloat16"), ("qwen3-next+mtp", "float32")])
 def test_a_sound_model_passes(checkpoint: Callable[[str], Path], model: str, dtype: str) -> None:
     """Of attention alone the demo model is verified in float32 (tests/end_to_end)."""
     path = checkpoint(model)
-    whole = task(path, matrix((1, 2), (dtype,), EVERY, seeded=True, full=False))
+    axes = {**EVERY, "speculate": ("off", "3")} if "mtp" in model else EVERY
+    whole = task(path, matrix((1, 2), (dtype,), axes, seeded=True, full=False))
     verdicts = judged(whole, opener(path))
     assert all(verdict.ok for verdict in verdicts), table_text(verdicts)
     assert {verdict.against for verdict in verdicts} == {"itself", "plain", "1 rank"}
@@ -191,7 +193,18 @@ def forgets(rank: int, ops: Ops) -> Mapping[str, Any]:
     return {"plan_delta": plan}
 
 
+def checked(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """Attention that is off where drafts are checked."""
+
+    def attention(q: Tensor, *args: Any) -> Tensor:
+        out = ops.paged_attention(q, *args)
+        return out * (1 + 1e-6) if 2 <= len(q) <= 4 else out
+
+    return {"paged_attention": attention}
+
+
 BATCH = replace(PLAIN, batch=4)
+DRAFTS = replace(PLAIN, speculate="3")
 CHUNK = replace(PLAIN, chunk=64)
 CACHE = replace(PLAIN, prefix_cache=True)
 PAIR = replace(PLAIN, tp=2)
@@ -207,6 +220,9 @@ FAULTS = [
         "llama-bias-llama3", bias_first, PAIR, r"layers\.0\.attention\.out reduce_rows", True
     ),
     pytest.param("llama", no_sum, PAIR, r"embed reduce_rows", True),
+    pytest.param(
+        "qwen3-next+mtp", checked, DRAFTS, r"layers\.\d+\.attention paged_attention", True
+    ),
     pytest.param(
         "qwen3-next", forgets, CHUNK, r"layers\.0\.delta_net short_conv, position 64", False
     ),

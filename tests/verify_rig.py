@@ -66,7 +66,9 @@ class RigChannel:
         assert plan is not None
         output, _ = self._engine.step(plan)
         events: list[Delta | Finished | Rejected] = []
-        for news in self._scheduler.apply(output.tokens, (), output.logprobs, output.checksums):
+        for news in self._scheduler.apply(
+            output.tokens, output.counts, output.logprobs, output.checksums
+        ):
             request = news.request
             events.append(
                 Delta(
@@ -89,6 +91,7 @@ class RigChannel:
                         num_cached_tokens=request.num_cached_tokens,
                         num_preemptions=request.num_admissions - 1,
                         num_replays=self._engine.ranks[0].pool.num_replays,
+                        drafted=request.drafted,
                     )
                 )
         return events
@@ -125,6 +128,7 @@ def opener(
                 overlay=overlay,
                 device=device,
                 graphs=not options["no_graphs"],
+                num_drafts=0 if options["speculate"] == "off" else int(options["speculate"]),
                 ops_of=ops_of,
                 tracer_of=tracer_of,
             )

@@ -149,8 +149,9 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--graphs", "on"), "--graphs on: the device cpu has no graphs; choose off, or --device"),
+        (("--graphs", "on"), "--graphs on: cpu has no graphs; choose off, or --device cuda"),
         (("--attn", "torch-flash"), "--attn torch-flash: needs a GPU; on cpu choose auto or ref"),
+        (("--speculate", "3"), "--speculate 3: drafts come from a layer of the model's own (MTP)"),
         (("--attn", "triton"), "--attn triton: needs a GPU; on cpu choose auto or reference"),
         (("--attn", "best"), "--attn best: choose auto, triton, torch-flash or reference"),
         (("--against", "vllm"), "--against vllm: choose transformers"),

@@ -24,7 +24,9 @@ from unisono.launcher.verify_run import NUM_TOP, Answer, Run
 
 PLAIN = Setting(tp=1, dtype="float32")
 PAIR = Setting(tp=2, dtype="float32")
-NOTHING = Reach(longest_prompt=0, num_cached_tokens=0, num_preemptions=0, num_replays=0)
+NOTHING = Reach(
+    longest_prompt=0, num_cached_tokens=0, num_preemptions=0, num_replays=0, num_drafted=0
+)
 BOUND = 1e-3
 
 

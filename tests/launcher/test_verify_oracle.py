@@ -30,7 +30,7 @@ from unisono.launcher.oracle_process import (
 from unisono.launcher.verify_bounds import closeness, entries, oracle_bound
 from unisono.launcher.verify_oracle import Oracle, OracleBroken, ask_oracle, check_oracle
 from unisono.launcher.verify_run import NUM_TOP
-from unisono.models.config import ConfigError, RopeConfig
+from unisono.models.config import ConfigError, ExpertsConfig, RopeConfig
 from unisono.runtime.protocol import SamplingParams
 from unisono.workers.channel import Hub
 from unisono.workers.config import WorkerConfig
@@ -49,6 +49,12 @@ def rope(kind: str, **changes: Any) -> WorkerConfig:
     return worker(model=tiny_model(rope=RopeConfig(rope_type=kind, rotary_dim=4, **changes)))
 
 
+def experts() -> WorkerConfig:
+    return worker(
+        model=tiny_model(experts=ExpertsConfig(num_experts=8, num_experts_per_tok=2, width=16))
+    )
+
+
 @pytest.mark.parametrize(
     ("source", "config", "absent", "message"),
     [
@@ -57,6 +63,12 @@ def rope(kind: str, **changes: Any) -> WorkerConfig:
         (DIRECTORY, worker(overlay="bias=random"), "", "--overlay bias=random replaces weights"),
         (DIRECTORY, worker(), "transformers", "transformers is not installed; run pip install tr"),
         (FILE, worker(), "accelerate", "accelerate is not installed; run pip install accelerate"),
+        (
+            DIRECTORY,
+            experts(),
+            "",
+            "in bfloat16 a near tie sends a token to other experts than in float32",
+        ),
         (DIRECTORY, rope("dynamic"), "", "rotary embedding of type dynamic changes its freq"),
         (
             DIRECTORY,
@@ -79,15 +91,18 @@ def test_what_transformers_cannot_be_asked_is_refused(
         importlib.util, "find_spec", lambda name: None if name == absent else find(name)
     )
     with pytest.raises(ConfigError) as caught:
-        check_oracle(source, config, 129)
+        check_oracle(source, config, ("float32", "bfloat16"), 129)
     assert str(caught.value).startswith(f"--against transformers: {message}")
 
 
 def test_what_it_can_be_asked_passes() -> None:
-    check_oracle(DIRECTORY, worker(), 129)
-    check_oracle(FILE, worker(), 129)
-    check_oracle(DIRECTORY, rope("dynamic"), 128)
-    check_oracle(DIRECTORY, rope("yarn", factor=2.0, original_max_position_embeddings=64), 129)
+    check_oracle(DIRECTORY, worker(), ("bfloat16",), 129)
+    check_oracle(DIRECTORY, experts(), ("float32",), 129)
+    check_oracle(FILE, worker(), ("bfloat16",), 129)
+    check_oracle(DIRECTORY, rope("dynamic"), ("bfloat16",), 128)
+    check_oracle(
+        DIRECTORY, rope("yarn", factor=2.0, original_max_position_embeddings=64), ("bfloat16",), 129
+    )
 
 
 @pytest.mark.parametrize("name", ["llama-bias-llama3", "qwen2-sliding", "qwen3"])

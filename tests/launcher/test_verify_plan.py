@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from unisono.launcher.verify_options import check_page, read_choices, with_graphs
+from tests.launcher.fakes import tiny_model
+from unisono.launcher.verify_options import check_page, read_choices, with_defaults
 from unisono.launcher.verify_plan import (
     PRE_EMPT_BATCH,
     Reach,
@@ -23,6 +24,7 @@ from unisono.launcher.verify_plan import (
 from unisono.launcher.verify_prompts import LENGTHS, id_prompts, text_prompts
 from unisono.launcher.verify_run import NOBODY, order_of, summed_place
 from unisono.models.config import ConfigError
+from unisono.workers.config import WorkerConfig
 
 PLAIN = Setting(tp=1, dtype="float32")
 SIZES = Sizes(longest=100, most_requests=8)
@@ -34,6 +36,7 @@ GIVEN: dict[str, Any] = {
     "prefix_cache": "on,off",
     "pre_empt": "off",
     "graphs": None,
+    "speculate": None,
     "against": None,
     "seeded": False,
     "full": False,
@@ -47,8 +50,11 @@ VALUES = {
     "prefix_cache": (False, True),
     "pre_empt": (False, True),
     "graphs": (False,),
+    "speculate": ("off",),
 }
-NOTHING = Reach(longest_prompt=0, num_cached_tokens=0, num_preemptions=0, num_replays=0)
+NOTHING = Reach(
+    longest_prompt=0, num_cached_tokens=0, num_preemptions=0, num_replays=0, num_drafted=0
+)
 
 
 def test_every_value_stands_alone_once_and_together() -> None:
@@ -116,6 +122,10 @@ def test_an_engine_can_hold_what_its_settings_ask_for() -> None:
         ({"pre_empt": True}, {"num_preemptions": 1}, ""),
         ({"graphs": True}, {}, "no graph was replayed"),
         ({"graphs": True}, {"num_replays": 1}, ""),
+        ({"speculate": "3"}, {}, "no draft was checked"),
+        ({"speculate": "3"}, {"num_drafted": 1}, ""),
+        ({"speculate": "3", "pre_empt": True}, {"num_preemptions": 1}, ""),
+        ({"speculate": "3", "graphs": True}, {"num_drafted": 1}, ""),
     ],
 )
 def test_what_was_not_reached_is_said(
@@ -161,6 +171,7 @@ def test_prompts_have_many_lengths_and_common_beginnings() -> None:
         ({"prefix_cache": "yes"}, "--prefix-cache yes: choose on, off or on,off"),
         ({"pre_empt": ""}, "--pre-empt : choose on, off or on,off"),
         ({"graphs": "auto"}, "--graphs auto: choose on, off or on,off"),
+        ({"speculate": "off,9"}, "--speculate 9: choose off, auto, 1, 2"),
         ({"against": "vllm"}, "--against vllm: choose transformers"),
         ({"max_tokens": 0}, "--max-tokens 0: must be at least 1"),
         ({"num_prompts": 0}, "--prompts 0: must be at least 1"),
@@ -184,6 +195,7 @@ def test_options_become_values_with_the_plain_one_among_them() -> None:
         "prefix_cache": (False, True),
         "pre_empt": (False,),
         "graphs": (False,),
+        "speculate": ("off",),
     }
     assert (choices.tps, choices.num_prompts) == ((2, 1), 3)
 
@@ -202,21 +214,57 @@ def test_options_become_values_with_the_plain_one_among_them() -> None:
 def test_graphs_are_tried_where_there_are_any(
     asked: str | None, device: str, attn: str, values: tuple[bool, ...]
 ) -> None:
-    choices = with_graphs(read_choices({**GIVEN, "graphs": asked}), device, attn)
+    choices = with_defaults(read_choices({**GIVEN, "graphs": asked}), worker(device, attn))
     assert choices.values["graphs"] == values
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_mtp_layers", "values"),
+    [
+        (None, 0, ("off",)),
+        (None, 1, ("off", "3")),
+        ("off", 1, ("off",)),
+        ("1,auto", 1, ("off", "1", "auto")),
+        ("2", 0, ("off", "2")),  # refused with the model, as everywhere
+    ],
+)
+def test_drafts_are_tried_where_the_model_makes_any(
+    asked: str | None, num_mtp_layers: int, values: tuple[str, ...]
+) -> None:
+    choices = read_choices({**GIVEN, "speculate": asked})
+    model = replace(tiny_model(), num_mtp_layers=num_mtp_layers)
+    assert with_defaults(choices, worker(model=model)).values["speculate"] == values
+
+
+def worker(device: str = "cpu", attn: str = "tiled", **changes: Any) -> WorkerConfig:
+    fields = {"model": tiny_model(), **changes}
+    return WorkerConfig(model_path="m", device=device, attn=attn, **fields)
+
+
+def test_axes_that_hide_each_other_are_not_put_together() -> None:
+    values = {**VALUES, "graphs": (False, True), "speculate": ("off", "3")}
+    settings = matrix((1,), ("float32",), values, seeded=True, full=False)
+    together = [each for each in settings if each.label.count(",") > 1]
+    assert [each.label for each in together] == [
+        "batch 8, chunk 256, pre-empt, graphs",
+        "batch 8, chunk 256, pre-empt, 3 drafts",
+        "batch 8, chunk 256, prefix cache, graphs",
+        "batch 8, chunk 256, prefix cache, 3 drafts",
+        "batch 8, chunk 256, prefix cache, 3 drafts, seeded",
+    ]
 
 
 @pytest.mark.parametrize(
     ("device", "attn", "message"),
     [
-        ("cpu", "tiled", "--graphs on: the device cpu has no graphs; choose off"),
+        ("cpu", "tiled", "--graphs on: cpu has no graphs; choose off"),
         ("cuda", "torch-flash", "--graphs on: with --attn torch-flash nothing is captured; choose"),
     ],
 )
 def test_graphs_are_refused_where_there_are_none(device: str, attn: str, message: str) -> None:
     choices = read_choices({**GIVEN, "graphs": "on,off"})
     with pytest.raises(ConfigError) as caught:
-        with_graphs(choices, device, attn)
+        with_defaults(choices, worker(device, attn))
     assert str(caught.value).startswith(message)
 
 

@@ -122,7 +122,9 @@ def test_the_last_line_counts_promises_and_says_what_is_lacking() -> None:
 
 
 def test_a_fingerprint_is_over_tokens_and_logits_and_how_they_came() -> None:
-    reach = Reach(longest_prompt=0, num_cached_tokens=0, num_preemptions=0, num_replays=0)
+    reach = Reach(
+        longest_prompt=0, num_cached_tokens=0, num_preemptions=0, num_replays=0, num_drafted=0
+    )
 
     def digest(tokens: list[int], sums: list[int], numerics: str = "cpu") -> str:
         answers = [Answer(prompt=0, token_ids=tokens, checksums=sums)]
