@@ -33,6 +33,12 @@ def rank_device(kind: str, environ: Mapping[str, str]) -> torch.device:
     return device
 
 
+def give_back(device: torch.device) -> None:
+    """Return what nothing uses any more to `device`; on the CPU it has gone back by itself."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def set_threads(threads: int, environ: Mapping[str, str]) -> None:
     """Give this rank `threads` CPU threads; 0: the usable cores, shared by the host's ranks."""
     if threads <= 0:
