@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 
@@ -70,7 +69,6 @@ class Weights:
     def drop(self) -> None:
         """Give the memory back."""
         self._model = None
-        gc.collect()
         give_back(self._build.device)
 
     def forward(self, batch: ForwardBatch, caches: Caches) -> Tensor:
