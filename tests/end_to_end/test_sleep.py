@@ -22,11 +22,11 @@ from unisono.models.config import ConfigError
 from unisono.models.headers import CheckpointError
 from unisono.runtime.protocol import WorkerLost
 
-GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 FIRST = SamplingParams(max_tokens=2, ignore_eos=True)
-SEEDED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, top_p=0.9, seed=5)
-PROMPTS = [random_ids(length, seed=length) for length in (3, 70, 80, 1, 66)]
-OPTIONS = {"max_requests": 3, "max_step_tokens": 64, "max_model_len": 128}
+SEEDED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.9, top_p=0.9, seed=5)
+PROMPTS = [random_ids(length, seed=length) for length in (3, 70, 80)]
+OPTIONS = {"max_requests": 2, "max_step_tokens": 64, "max_model_len": 128}
 SLOW = """def planted(original, self, plan):
     import time
     time.sleep(0.005)
@@ -87,8 +87,8 @@ class Served:
 
 
 def digests(llm: LLM) -> list[str]:
-    answers = llm.generate(PROMPTS, GREEDY) + llm.generate(PROMPTS, SEEDED)
-    assert all(len(answer.token_ids) == 40 for answer in answers)
+    answers = llm.generate(PROMPTS, GREEDY) + llm.generate(PROMPTS[1:], SEEDED)
+    assert all(len(answer.token_ids) == 24 for answer in answers)
     return [answer.digest for answer in answers]
 
 
@@ -129,18 +129,20 @@ def served(
             yield Served(llm, own, other, want)
 
 
-@pytest.mark.parametrize("levels", [(1,), (2,), (1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("levels", [(1,), (1, 2, 1)], ids=str)
 def test_answers_are_those_of_an_undisturbed_run(served: Served, levels: Sequence[int]) -> None:
     """Twice in a row, and what is asked while it sleeps waits."""
+
+    def ask_late(answers: list[Answer]) -> None:
+        answers.extend(served.llm.generate([PROMPTS[1]], FIRST, priority=-1))
+
     digests_of_late = []
     with served.asked() as got:
         for _ in range(2):
             for level in levels:
                 served.llm.sleep(level)
             late: list[Answer] = []
-            waiting = threading.Thread(
-                target=lambda: late.extend(served.llm.generate(PROMPTS[1], FIRST, priority=-1))
-            )
+            waiting = threading.Thread(target=ask_late, args=(late,))
             waiting.start()
             waiting.join(0.2)
             assert waiting.is_alive(), "answered asleep"
@@ -149,7 +151,7 @@ def test_answers_are_those_of_an_undisturbed_run(served: Served, levels: Sequenc
             digests_of_late.append(late[0].digest)
             assert not got, "all was answered before: nothing was disturbed"
     assert got == served.want[served.own]
-    [undisturbed] = served.llm.generate(PROMPTS[1], FIRST)
+    [undisturbed] = served.llm.generate([PROMPTS[1]], FIRST)
     assert digests_of_late == [undisturbed.digest] * 2
 
 
@@ -157,7 +159,8 @@ def test_in_the_wrong_state_nothing_happens(served: Served) -> None:
     served.llm.wake()
     with pytest.raises(ConfigError, match=r"^sleep level 3: choose 1 .* or 2 \(the weights too\)$"):
         served.llm.sleep(3)
-    assert served.ask() == served.want[served.own]
+    [answer] = served.llm.generate([PROMPTS[1]], GREEDY)
+    assert answer.digest == served.want[served.own][1]
 
 
 def test_the_twins_for_coroutines(served: Served) -> None:
@@ -174,7 +177,7 @@ def test_the_twins_for_coroutines(served: Served) -> None:
     assert [answer.digest for answer in asyncio.run(nap())] == want
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", [0, 2])
 def test_the_same_weights_again_change_no_answer(served: Served, level: int) -> None:
     with served.asked() as got:
         if level:
@@ -185,12 +188,13 @@ def test_the_same_weights_again_change_no_answer(served: Served, level: int) -> 
     assert got == served.want[served.own]
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", [0, 2])
 def test_other_weights_answer_as_a_fresh_engine_with_them(served: Served, level: int) -> None:
     """Whatever was cached of the old ones, and runs while they go. Then the old ones again."""
-    assert served.ask() == served.want[served.own]
-    [warm] = served.llm.generate([PROMPTS[1]], GREEDY)
+    for _ in range(2):
+        [warm] = served.llm.generate([PROMPTS[1]], GREEDY)
     assert warm.num_cached_tokens == 64
+    assert warm.digest == served.want[served.own][1]
     with served.asked():
         if level:
             served.llm.sleep(level)
@@ -201,11 +205,12 @@ def test_other_weights_answer_as_a_fresh_engine_with_them(served: Served, level:
     assert served.ask() == served.want[served.other]
     served.llm.sleep(2)
     served.llm.wake()
-    assert served.ask() == served.want[served.other]
+    [woken] = served.llm.generate([PROMPTS[1]], GREEDY)
+    assert woken.digest == served.want[served.other][1]
     served.llm.reload_weights(served.own)
     [again] = served.llm.generate([PROMPTS[1]], GREEDY)
     assert again.num_cached_tokens == 0
-    assert served.ask() == served.want[served.own]
+    assert again.digest == served.want[served.own][1]
 
 
 def test_other_weights_go_on_from_the_tokens_so_far(served: Served) -> None:
@@ -221,11 +226,11 @@ def test_other_weights_go_on_from_the_tokens_so_far(served: Served) -> None:
     [old] = served.llm.generate([PROMPTS[0]], GREEDY)
     served.llm.reload_weights(served.own)
     [own] = served.llm.generate([PROMPTS[0]], GREEDY)
-    count = next(i for i in range(41) if mixed[: i + 1] != own.token_ids[: i + 1])
-    assert 0 < count < 40
+    count = next(i for i in range(25) if mixed[: i + 1] != own.token_ids[: i + 1])
+    assert 0 < count < 24
     assert mixed != old.token_ids
     served.llm.reload_weights(served.other)
-    rest = SamplingParams(max_tokens=40 - count, ignore_eos=True)
+    rest = SamplingParams(max_tokens=24 - count, ignore_eos=True)
     [going_on] = served.llm.generate([[*PROMPTS[0], *mixed[:count]]], rest)
     served.llm.reload_weights(served.own)
     if not is_hybrid(served):  # there, a generated token is computed in another form than a prompt
