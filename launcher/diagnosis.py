@@ -50,11 +50,11 @@ def diagnose(
     return _of_exit(exits[0], phases)
 
 
-def too_late(phases: Mapping[str, str], timeout_s: float) -> WorkerLost:
-    """Return the error of a start-up that takes too long: where every rank is."""
+def too_late(phases: Mapping[str, str], timeout_s: float, what: str = "start-up") -> WorkerLost:
+    """Return the error of a start-up, or of what else loads, that takes too long."""
     ranks = [name for name in phases if name != process_name(-1)]
     said = ", ".join(f"{name} is in phase {phases[name]!r}" for name in ranks)
-    return WorkerLost(f"start-up took more than {timeout_s:g} s: {said}")
+    return WorkerLost(f"{what} took more than {timeout_s:g} s: {said}")
 
 
 def with_flight(lost: WorkerLost, path: str) -> WorkerLost:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -33,20 +35,26 @@ from unisono.runtime.protocol import (
     Abort,
     Crashed,
     Delta,
+    EngineAsleep,
+    EngineAwake,
     EngineReady,
     Failed,
     Finished,
+    Order,
     Recorded,
     Rejected,
+    Reload,
     Replayed,
     RequestRejected,
     Rerun,
     Reschedule,
     SamplingParams,
+    Sleep,
     Starting,
     StepsSeen,
     Stop,
     Submit,
+    Wake,
     WatchSteps,
     WorkerLost,
 )
@@ -66,6 +74,8 @@ SETTLE_S = 1.0
 """After the first sign of a failure: longest wait for the report that explains it."""
 FLIGHT_S = 5.0
 """Longest wait for a runtime to write what it recorded."""
+ORDER_PHASES = {Sleep: "give memory back", Wake: "wake up", Reload: "reload weights"}
+"""Where processes are while an order is obeyed."""
 FAREWELL_S = 2.0
 """After `Stop`: longest wait, within the grace, for the processes to end by themselves."""
 
@@ -104,6 +114,9 @@ class Engine:
         self._next_id = 0
         self.seen: list[StepsSeen] = []
         """What ranks have answered to `watch`, as far as `poll` has met it."""
+        self.states: deque[EngineAsleep | EngineAwake] = deque()
+        """The same of what the engine has answered to `order`."""
+        self._num_ordered, self._deadline = 0, math.inf
         self._owner_pid = os.getpid()
 
     def start(self, on_progress: Callable[[Starting], None] | None = None) -> EngineReady:
@@ -177,6 +190,16 @@ class Engine:
         """Have every rank watch its next steps."""
         self._send(wanted)
 
+    def order(self, wanted: Order) -> None:
+        """Have the engine sleep, wake or take other weights: `states` gets an answer to each.
+
+        `poll` raises WorkerLost if it takes longer than ranks may take to start.
+        """
+        self._send(wanted)
+        self._num_ordered += 1
+        self._phases = dict.fromkeys(self._phases, ORDER_PHASES[type(wanted)])
+        self._deadline = time.monotonic() + self._config.start_timeout_s
+
     def abort(self, request_id: int) -> None:
         """Forget a request. Events that are already on their way may still arrive."""
         self._send(Abort(request_id=request_id))
@@ -196,12 +219,14 @@ class Engine:
                         events.append(message)
                     case StepsSeen():
                         self.seen.append(message)
+                    case EngineAsleep() | EngineAwake():
+                        self._take_state(message)
                     case _:
                         raise self._broken(f"sent {type(message).__name__} after it was ready")
             if events:
                 return events
             self._check()
-            if time.monotonic() >= deadline:
+            if self.states or time.monotonic() >= deadline:
                 return []
 
     def close(self) -> None:
@@ -273,8 +298,19 @@ class Engine:
             self._lost = lost if self._recorded is None else with_flight(lost, self._recorded.path)
             if self._lost.traceback:
                 _log.info("%s\n%s", self._lost, self._lost.traceback.rstrip())
+        if self._lost is None and time.monotonic() >= self._deadline:
+            self._lost = too_late(self._phases, self._config.start_timeout_s, "what was ordered")
         if self._lost is not None:
             raise self._lost
+
+    def _take_state(self, state: EngineAsleep | EngineAwake) -> None:
+        self.states.append(state)
+        self._num_ordered -= 1
+        if self._num_ordered:
+            self._deadline = time.monotonic() + self._config.start_timeout_s
+        else:
+            self._phases = dict.fromkeys(self._phases, STEP_PHASE)
+            self._deadline = math.inf
 
     def _settle(self, supervisor: Supervisor) -> None:
         """Wait for the report of the cause: its consequences may arrive before it.
@@ -320,7 +356,7 @@ class Engine:
                 raise self._broken(f"sent {type(reply).__name__} instead of {kind.__name__}")
             self._check()
 
-    def _send(self, message: Submit | Abort | Rerun | Reschedule | WatchSteps) -> None:
+    def _send(self, message: Submit | Abort | Rerun | Reschedule | WatchSteps | Order) -> None:
         assert self._peer is not None, "start the engine first"
         if self._lost is not None:
             return

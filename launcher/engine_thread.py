@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from unisono.launcher.answering import Answer, Answering, Piece, Request, TokenText
-from unisono.runtime.protocol import EngineError, SamplingParams
+from unisono.runtime.protocol import (
+    EngineAsleep,
+    EngineAwake,
+    EngineError,
+    Order,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
     from unisono.launcher.engine_client import Engine
@@ -20,6 +27,8 @@ BUSY_POLL_S = 0.01
 CLOSED = "the engine was closed while an answer was wanted"
 
 News = Piece | Answer | Exception
+StateSink = Callable[[EngineAsleep | EngineAwake | Exception], None]
+"""Called once in the engine's thread: how the engine is after an order, or what went wrong."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +53,7 @@ class EngineThread:
         self._engine = engine
         self._answering = Answering(engine, tokenizer, numerics)
         self._jobs: set[Job] = set()
+        self._ordered: deque[StateSink] = deque()
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
         """Nothing is ordered after the thread was told to end."""
@@ -65,6 +75,16 @@ class EngineThread:
         """Abort what still runs of `job`, once; its sink may hear a last word."""
         self._orders.put(lambda: self._end(job))
 
+    def order(self, wanted: Order, sink: StateSink) -> None:
+        """Have the engine sleep, wake or take other weights, whatever runs.
+
+        Raises EngineError if the engine was closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise EngineError(CLOSED)
+            self._orders.put(lambda: self._begin(wanted, sink))
+
     def close(self) -> None:
         """Stop the thread and close the engine; who still waits gets an EngineError."""
         # Garbage is collected in any thread: this one cannot wait for itself.
@@ -80,7 +100,7 @@ class EngineThread:
     def _run(self) -> None:
         while True:
             try:
-                order = self._orders.get(block=not self._answering.has_work)
+                order = self._orders.get(block=not (self._answering.has_work or self._ordered))
             except queue.Empty:
                 self._step()
                 continue
@@ -105,9 +125,18 @@ class EngineThread:
         for request_id in job.request_ids:
             self._answering.drop(request_id)
 
+    def _begin(self, wanted: Order, sink: StateSink) -> None:
+        self._ordered.append(sink)
+        try:
+            self._engine.order(wanted)
+        except Exception as error:
+            self._fail(error)
+
     def _step(self) -> None:
         try:
             self._answering.step(BUSY_POLL_S)
+            while self._ordered and self._engine.states:
+                self._ordered.popleft()(self._engine.states.popleft())
         except Exception as error:
             self._fail(error)
 
@@ -116,3 +145,5 @@ class EngineThread:
         jobs, self._jobs = self._jobs, set()
         for job in jobs:
             job.sink(error)
+        while self._ordered:
+            self._ordered.popleft()(error)

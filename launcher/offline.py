@@ -6,8 +6,9 @@
         [answer] = llm.generate("The capital of France is", SamplingParams(max_tokens=8))
         print(answer.text)
 
-Every method that answers has a twin for coroutines: `agenerate`, `achat`, `astream`. The ranks are
-processes of their own program, so a script needs no `__main__` guard.
+Every method that answers has a twin for coroutines: `agenerate`, `achat`, `astream`; the twins of
+`sleep`, `wake` and `reload_weights` end in `_async`, for `asleep` and `awake` would read as states.
+The ranks are processes of their own program, so a script needs no `__main__` guard.
 """
 
 from __future__ import annotations
@@ -44,10 +45,19 @@ from unisono.launcher.engine_client import Engine
 from unisono.launcher.engine_thread import EngineThread, Job, News
 from unisono.launcher.ids_only import IdsOnly, check_text_params
 from unisono.launcher.options import check_sampling_params, option_spec
+from unisono.launcher.reload import reload_order
 from unisono.launcher.resolve import prepare, with_tokenizer
 from unisono.launcher.tokenizer import Tokenizer
 from unisono.models.config import ConfigError
-from unisono.runtime.protocol import SamplingParams
+from unisono.models.headers import CheckpointError
+from unisono.runtime.protocol import (
+    EngineAsleep,
+    EngineAwake,
+    Order,
+    SamplingParams,
+    Sleep,
+    Wake,
+)
 
 __all__ = ["LLM", "Answer", "AsyncStream", "Piece", "SamplingParams", "Stream"]
 
@@ -181,6 +191,57 @@ class LLM:
         requests = self._checked([self._prompt(prompt)], params, priority)
         return AsyncStream(self._anews(requests, params, whole=False))
 
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake`, and return when it is free, whoever else waits.
+
+        Level 1 gives back the KV cache and the recurrent states; level 2 the weights too. What
+        runs loses its place and keeps its tokens, what is asked meanwhile waits: `wake` has them
+        answered, with the same bits. An LLM that sleeps goes deeper where `level` is, and stays
+        as it is otherwise. Safe to call from any thread. Raises ConfigError for another level,
+        and WorkerLost.
+        """
+        if type(level) is not int or level not in (1, 2):
+            raise ConfigError(
+                f"sleep level {level!r}: choose 1 (give back the KV cache and recurrent states) or "
+                "2 (the weights too)"
+            )
+        self._order(Sleep(level=level))
+
+    def wake(self) -> None:
+        """Take the memory again and go on; nothing where it is awake.
+
+        After level 2 the weights are read again, from the model or what `reload_weights` named
+        last. Raises CheckpointError if they cannot be, and sleeps on; and WorkerLost.
+        """
+        self._order(Wake())
+
+    def reload_weights(self, path: str) -> None:
+        """Take the weights of another checkpoint of the same architecture and shapes, in place.
+
+        `path` names it as a model is named. Tokens that were answered stay; what runs goes on
+        from them with the new weights, as if prompt and answer so far had been computed with
+        these: no cached prefix, no KV and no state of the old ones is used. With the weights that
+        are there already no answer changes. The old ones are freed before the new ones are read.
+        A sleeping LLM sleeps on; after level 2 they are read when it wakes. Where `close` was
+        called, the next prompt starts with the model's own again.
+
+        Raises CheckpointError, in one line, for weights that are missing, damaged or of another
+        model: then the old ones serve on, and no answer changes. Raises WorkerLost.
+        """
+        self._order(reload_order(path, self._config.runtime.worker))
+
+    async def sleep_async(self, level: int = 1) -> None:
+        """Like `sleep`; cancelling leaves the engine to do it."""
+        await asyncio.to_thread(self.sleep, level)
+
+    async def wake_async(self) -> None:
+        """Like `wake`; cancelling leaves the engine to do it."""
+        await asyncio.to_thread(self.wake)
+
+    async def reload_weights_async(self, path: str) -> None:
+        """Like `reload_weights`; cancelling leaves the engine to do it."""
+        await asyncio.to_thread(self.reload_weights, path)
+
     def close(self) -> None:
         """Stop the ranks. Safe to call twice; the next prompt starts them again."""
         with self._lock:
@@ -270,6 +331,16 @@ class LLM:
                 yield event
         finally:
             engine.drop(job)
+
+    def _order(self, wanted: Order) -> None:
+        """Have the engine obey, and wait until it has."""
+        answers: queue.SimpleQueue[EngineAsleep | EngineAwake | Exception] = queue.SimpleQueue()
+        self._started().order(wanted, answers.put)
+        answer = answers.get()
+        if isinstance(answer, Exception):
+            raise answer
+        if answer.error:
+            raise CheckpointError(answer.error)
 
     def _started(self) -> EngineThread:
         with self._lock:

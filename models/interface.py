@@ -93,14 +93,6 @@ class Model(Protocol):
 
     config: ModelConfig
 
-    def targets(self) -> dict[str, Tensor]:
-        """Checkpoint name -> the memory that its part of this rank is written to."""
-        ...
-
-    def pack(self) -> None:
-        """After loading, once: bring the weights into the form of the device."""
-        ...
-
     def forward(self, batch: ForwardBatch, caches: Caches) -> Tensor:
         """Run the step's tokens; return the hidden state after the final norm, [T, hidden]."""
         ...
@@ -117,4 +109,16 @@ class Model(Protocol):
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] from `draft` -> fp32 logits [R, this rank's vocabulary rows]."""
+        ...
+
+
+class LoadableModel(Model, Protocol):
+    """One whose weights are still to come."""
+
+    def targets(self) -> dict[str, Tensor]:
+        """Checkpoint name -> the memory that its part of this rank is written to."""
+        ...
+
+    def pack(self) -> None:
+        """After loading, once: bring the weights into the form of the device."""
         ...

@@ -1,4 +1,4 @@
-"""The loop that decides: drain, plan, send, receive, apply, emit."""
+"""The loop that decides: drain, plan, send, receive, apply, emit; and sleep between steps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from unisono.runtime.protocol import (
     Abort,
     Crashed,
     Delta,
+    EngineAsleep,
+    EngineAwake,
     Finished,
+    Order,
     Rejected,
+    Reload,
     Replayed,
     RequestRejected,
     Rerun,
     Reschedule,
+    Sleep,
     Stop,
     Submit,
+    Wake,
     WatchSteps,
     WorkerLost,
 )
@@ -28,6 +34,7 @@ from unisono.runtime.request import Request
 from unisono.runtime.scheduler import NewToken, Scheduler
 from unisono.runtime.worker_group import WorkerGroup
 from unisono.workers.channel import Hub, ProtocolError
+from unisono.workers.protocol import LoadWeights
 
 _IDLE_S = 0.25
 """How long an idle engine waits for a request before it looks after its ranks."""
@@ -52,7 +59,9 @@ class Engine:
         self._last_result_s = 0.0
         self._waited_s, self._wait_began = 0.0, math.inf
         self._num_replays = 0
-        workers.on_silence = self._drain
+        self._orders: deque[tuple[str, Order]] = deque()
+        self._sleep_level = 0
+        workers.on_silence = partial(self._drain, 0.0)
 
     def run(self) -> None:
         """Serve. Raises WorkerLost (RankFault with the rank's own exception)."""
@@ -60,14 +69,21 @@ class Engine:
             self._drain()
             if self._stopped:
                 break
-            self._send_plans()
-            if self._scheduler.has_work:
+            if self._orders:
+                self._obey(*self._orders.popleft())
+            elif self._is_busy:
+                self._send_plans()
                 self._take_result()
             else:
                 self._workers.check()
         while self._in_flight:
             self._workers.receive(self._in_flight.popleft())
         self._workers.shutdown()
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether there is something to do without a word from a client."""
+        return bool(self._orders) or (self._scheduler.has_work and not self._sleep_level)
 
     def _send_plans(self) -> None:
         """Give the ranks what can be planned without the results that are due."""
@@ -91,9 +107,51 @@ class Engine:
         ):
             self._emit(news)
 
-    def _drain(self) -> None:
-        """Take in what clients have sent; wait a little for it if there is nothing to do."""
-        timeout = 0.0 if self._scheduler.has_work else _IDLE_S
+    def _obey(self, client: str, order: Order) -> None:
+        """Sleep, wake or take other weights, once the results in flight are in."""
+        while self._in_flight:
+            self._take_result()
+        error: WorkerLost | None = None
+        match order:
+            case Sleep(level=level) if level > self._sleep_level:
+                self._workers.release(weights=level > 1)
+                self._scheduler.restart()
+                self._sleep_level = level
+            case Wake() if self._sleep_level:
+                error = self._wake()
+            case Reload(path=path, load_format=load_format):
+                error = self._reload(LoadWeights(path=path, load_format=load_format))
+        said, level = "" if error is None else str(error), self._sleep_level
+        answer = EngineAsleep(level=level, error=said) if level else EngineAwake(error=said)
+        self._hub.send(client, answer)
+
+    def _wake(self) -> WorkerLost | None:
+        """Take what was given back; why it sleeps on, if weights cannot be loaded."""
+        if self._sleep_level > 1 and (error := self._workers.load(self._workers.weights)):
+            self._workers.release(weights=True)
+            return error
+        taken = self._workers.allocated
+        self._workers.allocate(taken.num_blocks, taken.num_states)
+        self._sleep_level = 0
+        return None
+
+    def _reload(self, wanted: LoadWeights) -> WorkerLost | None:
+        """Take other weights; why the former ones are back, if they cannot be loaded.
+
+        Raises WorkerLost if those cannot be loaded either.
+        """
+        if self._sleep_level > 1:
+            self._workers.weights = wanted
+            return None
+        self._scheduler.restart()
+        error = self._workers.load(wanted)
+        if error and (lost := self._workers.load(self._workers.weights)):
+            raise lost
+        return error
+
+    def _drain(self, idle_s: float = _IDLE_S) -> None:
+        """Take in what clients have sent; wait `idle_s` for it if there is nothing to do."""
+        timeout = 0.0 if self._is_busy else idle_s
         while (received := self._hub.receive(timeout)) is not None:
             timeout = 0.0
             client, message = received
@@ -119,6 +177,8 @@ class Engine:
                         self._take_result()
                     self._scheduler.reschedule(limits)
                     self._hub.send(client, limits)
+                case Sleep() | Wake() | Reload():
+                    self._orders.append((client, message))
                 case Crashed(message=text):
                     raise ToldToEnd(text)
                 case _:

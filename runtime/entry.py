@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from unisono.runtime.worker_group import Diverged, RankFault, WorkerGroup
 from unisono.workers.channel import Hub
 from unisono.workers.config import BLOCK_SIZE, WorkerConfig
 from unisono.workers.orders import die_with_parent, read_orders
-from unisono.workers.protocol import WORKER_REPORTS, Fault, Loaded, Progress
+from unisono.workers.protocol import WORKER_REPORTS, Fault, Loaded, LoadWeights, Progress
 
 CLIENT = "launcher"
 """Name under which the launcher's DEALER connects."""
@@ -59,7 +60,9 @@ def main() -> None:
             orders.worker_fd,
         ) as ranks,
     ):
-        workers = WorkerGroup(ranks, orders.config.worker.tp)
+        worker = orders.config.worker
+        workers = WorkerGroup(ranks, worker.tp)
+        workers.weights = LoadWeights(path=worker.model_path, load_format=worker.load_format)
         try:
             _serve(orders.config, clients, workers)
         except Exception as error:
@@ -185,7 +188,9 @@ def _report(error: Exception, orders: RuntimeOrders, clients: Hub, workers: Work
 
 def _write_flight(orders: RuntimeOrders, workers: WorkerGroup, failure: Failed) -> str:
     """Write the last steps; return the file's path, or "" if there is none to be had."""
-    path = orders.flight_file
+    path, weights = orders.flight_file, workers.weights
+    worker = replace(orders.config.worker, model_path=weights.path, load_format=weights.load_format)
+    orders = replace(orders, config=replace(orders.config, worker=worker))
     try:
         if path and workers.recorder.write(Path(path), orders, workers.allocated, failure):
             return path

@@ -153,7 +153,36 @@ class Reschedule:
     prefix_cache: bool
 
 
-CLIENT_MESSAGES = (Submit, Abort, Stop, Crashed, Rerun, Reschedule, WatchSteps)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sleep:
+    """Give memory back between two steps: level 1 that of KV and states, 2 that of weights too.
+
+    Requests keep their tokens and wait. An engine that sleeps may go deeper, and no higher.
+    """
+
+    level: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wake:
+    """Take the memory again and go on. An engine that is awake does nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reload:
+    """Between two steps take the weights of `path`, of the same architecture and shapes.
+
+    Requests that run are computed again with them, from the tokens they have. Asleep without
+    weights, they are taken at the next `Wake`. Fields as in `LoadWeights`.
+    """
+
+    path: str
+    load_format: str
+
+
+Order = Sleep | Wake | Reload
+"""Each is answered by one `EngineAsleep` or `EngineAwake`, in order."""
+CLIENT_MESSAGES = (Submit, Abort, Stop, Crashed, Rerun, Reschedule, WatchSteps, Sleep, Wake, Reload)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +301,24 @@ class Replayed:
     tokens: array[int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAsleep:
+    """Answer to an `Order`: the engine sleeps now. `error`: as in `EngineAwake`."""
+
+    level: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAwake:
+    """Answer to an `Order`: the engine serves now.
+
+    `error`: why weights could not be loaded, with the rank; all is as it was before.
+    """
+
+    error: str = ""
+
+
 ENGINE_EVENTS = (
     Starting,
     EngineReady,
@@ -283,4 +330,6 @@ ENGINE_EVENTS = (
     Replayed,
     StepsSeen,
     Reschedule,
+    EngineAsleep,
+    EngineAwake,
 )

@@ -142,7 +142,8 @@ class Scheduler:
                 return
 
     def restart(self) -> None:
-        """The ranks were started anew: every slot, every block and all steps in flight are lost.
+        """Every slot, every block and all steps in flight are lost, or of no use any more: the
+        ranks were started anew, have given their memory back, or have other weights.
 
         Running requests wait at their places, with the tokens they have.
         """

@@ -14,8 +14,10 @@ from unisono.workers.protocol import (
     Fault,
     Hello,
     Loaded,
+    LoadWeights,
     Progress,
     Ready,
+    Release,
     Shutdown,
     StepPlan,
     StepResult,
@@ -64,6 +66,8 @@ class WorkerGroup:
         self._hellos: dict[int, Hello] = {}
         self.allocated = Allocate(num_blocks=0)
         """What the ranks were last told to take."""
+        self.weights = LoadWeights(path="")
+        """Where they have their weights from, or will have them when they wake."""
         self._last_sent = -1
         self._results: dict[int, dict[int, StepResult]] = {}
 
@@ -90,16 +94,25 @@ class WorkerGroup:
     def allocate(self, num_blocks: int, num_states: int = 0) -> None:
         """Have every rank take memory for KV and states, and wait until it has."""
         self.allocated = Allocate(num_blocks=num_blocks, num_states=num_states)
-        self._send(self.allocated)
-        ready: set[int] = set()
-        while len(ready) < self._num_ranks:
-            match self._next():
-                case Ready(rank=rank):
-                    ready.add(rank)
-                case Progress():
-                    pass
-                case other:
-                    raise ProtocolError(f"{type(other).__name__} from a rank that allocates")
+        self._await_ready(self.allocated)
+
+    def release(self, *, weights: bool) -> None:
+        """Have every rank give the memory of KV and states back, and that of weights if so."""
+        self._await_ready(Release(weights=weights))
+
+    def load(self, wanted: LoadWeights) -> WorkerLost | None:
+        """Have every rank take other weights. Returns what one says that could not.
+
+        Then some may have them, and others none.
+        """
+        # Recorded steps cannot be run again with other weights.
+        self.recorder = FlightRecorder()
+        errors = self._await_ready(wanted)
+        for rank, error in sorted(errors.items()):
+            if error:
+                return WorkerLost(f"rank {rank}: {error}", rank=rank, phase="load weights")
+        self.weights = wanted
+        return None
 
     def send(self, plan: StepPlan) -> None:
         """Start a step on every rank. Further ones may follow before its results are in."""
@@ -160,7 +173,24 @@ class WorkerGroup:
         """Have every rank end."""
         self._send(Shutdown())
 
-    def _send(self, message: Allocate | StepPlan | WatchSteps | Shutdown) -> None:
+    def _await_ready(self, order: Allocate | Release | LoadWeights) -> dict[int, str]:
+        """Wait until every rank has obeyed; what went wrong on each."""
+        self._send(order)
+        answers: dict[int, str] = {}
+        while len(answers) < self._num_ranks:
+            match self._next():
+                case Ready(rank=rank, error=error):
+                    answers[rank] = error
+                case Progress():
+                    pass
+                case other:
+                    told = type(order).__name__
+                    raise ProtocolError(f"{type(other).__name__} from a rank told to {told}")
+        return answers
+
+    def _send(
+        self, message: Allocate | Release | LoadWeights | StepPlan | WatchSteps | Shutdown
+    ) -> None:
         for rank in range(self._num_ranks):
             self._hub.send(f"rank {rank}", message)
 

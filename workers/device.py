@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -31,6 +33,15 @@ def rank_device(kind: str, environ: Mapping[str, str]) -> torch.device:
     device = torch.device("cuda", int(environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def give_back(device: torch.device) -> None:
+    """Return what nothing uses any more to the device: allocators keep it to hand it out again."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc alone
+        trim(0)
 
 
 def set_threads(threads: int, environ: Mapping[str, str]) -> None:

@@ -76,6 +76,14 @@ class GraphPool:
         self.num_replays += 1
         return captured.output  # type: ignore[return-value]
 
+    def drop(self) -> None:
+        """Give the memory of all graphs back; they are captured again when they are wanted."""
+        if self._graphs:
+            # A graph that may still run must not be destroyed.
+            torch.cuda.synchronize()
+        self._graphs.clear()
+        self._pool = None
+
     def _not_yet(self, name: tuple[str, Hashable]) -> str:
         if name in self._warm:
             return ""

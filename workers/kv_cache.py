@@ -35,7 +35,7 @@ class KVCache:
         Blocks are zeroed when they are handed out, not here: on a CPU memory that is never
         written is never taken.
         """
-        self.layers = []
+        self.release()
         shape = (num_blocks + 1, *self._tail)
         for _ in range(self._num_layers):
             k = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -43,6 +43,10 @@ class KVCache:
             self.layers.append(LayerCache(k, v))
         self.generation += 1
         self.clear([0])
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.layers = []
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero blocks that are handed out: a hidden key's weight is 0, and 0 * NaN is NaN.

@@ -220,11 +220,27 @@ class Allocate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """Give back what `Allocate` took, and with `weights` their memory too. No step is in flight."""
+
+    weights: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadWeights:
+    """Take weights in the place of those that are there, whose memory is given back first."""
+
+    path: str
+    """As `WorkerConfig.model_path`; `load_format` as there, too."""
+    load_format: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
     """End after the step in flight."""
 
 
-WORKER_COMMANDS = (Allocate, StepPlan, WatchSteps, Shutdown)
+WORKER_COMMANDS = (Allocate, Release, LoadWeights, StepPlan, WatchSteps, Shutdown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,9 +283,13 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """The memory is taken; steps may come."""
+    """Allocate, Release or LoadWeights is obeyed.
+
+    `error`: why weights could not be loaded; the rank has none then, and waits for others.
+    """
 
     rank: int
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

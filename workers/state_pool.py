@@ -52,7 +52,7 @@ class StatePool:
 
         It is not cleared: a request's first token starts from nothing, whatever lies there.
         """
-        self._tensors, self.layers = [], []
+        self.release()
         for shape, dtype in self._kinds:
             size = (self._num_layers, num_states + 1, *shape)
             self._tensors.append(torch.empty(size, dtype=dtype, device=self._device))
@@ -62,6 +62,10 @@ class StatePool:
         ]
         self.generation += 1
         self.clear([0])
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._tensors, self.layers = [], []
 
     def clear(self, states: Sequence[int]) -> None:
         """Zero these states of every layer."""

@@ -6,20 +6,15 @@ import os
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from unisono.models.interface import Build, Model
-from unisono.models.ledger import fill_weights
-from unisono.models.overlay import parse_overlay
+from unisono.models.interface import Build
 from unisono.models.partition import ModelPartition
-from unisono.models.random_weights import open_weights
-from unisono.models.registry import model_class
+from unisono.models.tensor_info import CheckpointError
 from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape
 from unisono.ops.by_reference import NEED_THE_HOST, with_references
@@ -47,7 +42,9 @@ from unisono.workers.profile_run import measure_budget
 from unisono.workers.protocol import (
     Allocate,
     Loaded,
+    LoadWeights,
     Ready,
+    Release,
     Shutdown,
     StepPlan,
     StepResult,
@@ -62,8 +59,8 @@ from unisono.workers.step_buffers import StepBuffers
 from unisono.workers.timings import StepsSeen, WatchSteps
 from unisono.workers.tracer import Tracer
 from unisono.workers.weight_memory import check_weights, weight_bytes
+from unisono.workers.weights import Weights
 
-_PROGRESS_EVERY_S = 0.1
 STEPS_AT_ONCE = 2
 """Steps that a rank has launched and not answered, at the most."""
 
@@ -102,6 +99,7 @@ class Worker:
             else None
         )
         self._group: Group
+        self._weights: Weights
         self._runner: ModelRunner
         self._graphs: GraphPool
         self._watch: StepWatch | None = None
@@ -125,9 +123,11 @@ class Worker:
                 self._config.trace_dir, self._rank, values=self._config.trace_values
             )
         tap = None if self._tracer is None else self._tracer.tap
-        model = self._load(Build(ops, self._group, self._dtype, self._device, tap=tap))
+        build = Build(ops, self._group, self._dtype, self._device, tap=tap)
+        self._weights = Weights(self._config, self._partition, build, self._report)
+        self._weights.load(self._config.model_path, self._config.load_format)
         self._report.enter("take memory")
-        self._runner = self._build_runner(ops, model)
+        self._runner = self._build_runner(ops)
         activations = 0
         if self._device.type == "cuda":
             memory = (self._cache, self._states)
@@ -167,12 +167,8 @@ class Worker:
                     watch = self._watch
                     output = step() if watch is None else watch.launch(plan.step, plan.rows, step)
                     self._running.append(_Running(plan.step, began, output, self._group.digest))
-                case Allocate(num_blocks=num_blocks, num_states=num_states):
-                    self._report.enter("take memory")
-                    self._cache.allocate(num_blocks)
-                    if self._states is not None:
-                        self._states.allocate(num_states)
-                    self._peer.send(Ready(rank=self._rank))
+                case Allocate() | Release() | LoadWeights() as order:
+                    self._peer.send(Ready(rank=self._rank, error=self._change_memory(order)))
                     self._report.note("step")
                 case WatchSteps() as wanted:
                     self._watch = StepWatch(
@@ -216,22 +212,34 @@ class Worker:
             )
         )
 
-    def _load(self, build: Build) -> Model:
-        self._report.enter("load weights")
-        config = self._config
-        model: Model = model_class(config.model.family)(
-            build, self._partition, config.max_model_len
-        )
-        specs = list(self._partition.weights(self._rank))
-        parts = parse_overlay(config.overlay, config.model)
-        with open_weights(config.model_path, config.load_format, parts, self._dtype) as source:
-            fill_weights(specs, model.targets(), source, self._throttled_progress())
-        self._report.enter("pack weights")
-        with torch.inference_mode():
-            model.pack()
-        return model
+    def _change_memory(self, order: Allocate | Release | LoadWeights) -> str:
+        """Obey between steps; why there are no weights now, if they cannot be loaded.
 
-    def _build_runner(self, ops: Ops, model: Model) -> ModelRunner:
+        Graphs of what was there go first: they hold memory, too.
+        """
+        self._graphs.drop()
+        match order:
+            case Allocate(num_blocks=num_blocks, num_states=num_states):
+                self._report.enter("take memory")
+                self._cache.allocate(num_blocks)
+                if self._states is not None:
+                    self._states.allocate(num_states)
+            case Release(weights=weights):
+                self._report.enter("give memory back")
+                self._cache.release()
+                if self._states is not None:
+                    self._states.release()
+                if weights:
+                    self._weights.drop()
+                devices.give_back(self._device)
+            case LoadWeights(path=path, load_format=load_format):
+                try:
+                    self._weights.load(path, load_format)
+                except CheckpointError as error:
+                    return str(error)
+        return ""
+
+    def _build_runner(self, ops: Ops) -> ModelRunner:
         config, partition = self._config, self._partition
         num_drafts = self._num_drafts
         slots = SlotTable(config.max_requests, config.max_model_len, self._device, num_drafts)
@@ -244,14 +252,15 @@ class Worker:
         sampler = Sampler(ops, self._group, partition, config.num_token_ids)
         on_host = NEED_THE_HOST & {*config.reference_ops}
         off = "--no-graphs" if config.no_graphs else "references" if on_host else ""
-        owners = [owner for owner in (self._cache, self._states, slots) if owner is not None]
-        self._graphs = GraphPool(self._device, self._group, owners, off)
+        owners = (self._cache, self._states, slots, self._weights)
+        owners_there = [owner for owner in owners if owner is not None]
+        self._graphs = GraphPool(self._device, self._group, owners_there, off)
         decode = None
         if self._device.type == "cuda" and config.attn == "triton" and not on_host:
             width, rows = config.model.hidden_size, config.max_requests
             buffers = StepBuffers(rows, width, self._dtype, self._device)
             owned = (self._cache, slots, sampler, self._graphs, buffers)
-            decode = DecodeSteps(model, *owned, shape, windows, self._states)
+            decode = DecodeSteps(self._weights, *owned, shape, windows, self._states)
         builder = BatchBuilder(
             ops,
             slots,
@@ -260,9 +269,9 @@ class Worker:
             is_hybrid=self._states is not None,
             speculates=num_drafts > 0,
         )
-        speculator = Speculator(model, ops, slots, builder, sampler) if num_drafts else None
+        speculator = Speculator(self._weights, ops, slots, builder, sampler) if num_drafts else None
         return ModelRunner(
-            model,
+            self._weights,
             self._cache,
             slots,
             builder,
@@ -273,15 +282,3 @@ class Worker:
             self._states,
             speculator,
         )
-
-    def _throttled_progress(self) -> Callable[[int, int], None]:
-        last = 0.0
-
-        def report(done: int, total: int) -> None:
-            nonlocal last
-            now = time.monotonic()
-            if done == total or now - last > _PROGRESS_EVERY_S:
-                last = now
-                self._report.progress(done, total)
-
-        return report

@@ -17,11 +17,17 @@ from unisono.models.config_reader import read_model_config
 from unisono.models.partition import ModelPartition
 from unisono.runtime.protocol import (
     Delta,
+    EngineAsleep,
+    EngineAwake,
     EngineReady,
     Finished,
+    Order,
     Rejected,
+    Reload,
     SamplingParams,
+    Sleep,
     Starting,
+    Wake,
     WorkerLost,
 )
 
@@ -139,8 +145,9 @@ def _bits(value: float) -> array[int]:
 class FakeEngine:
     """Answers a prompt with its own bytes in capitals, one token an event, requests in turn.
 
-    A prompt that contains "reject" is rejected, one that contains "die" loses rank 1. What happens
-    is in `log`; `made` holds every engine that was started.
+    A prompt that contains "reject" is rejected, one that contains "die" loses rank 1. Asleep it
+    answers nothing. Weights named "torn" cannot be loaded, and "deadly" ones lose rank 1. What
+    happens is in `log`; `made` holds every engine that was started.
     """
 
     made: list[FakeEngine]
@@ -153,6 +160,9 @@ class FakeEngine:
         self.aborted: list[int] = []
         self._queues: dict[int, deque[Delta | Finished | Rejected]] = {}
         self._next_id = 100
+        self.ordered: list[Order] = []
+        self.states: deque[EngineAsleep | EngineAwake] = deque()
+        self._level = 0
         self.made.append(self)
 
     def __enter__(self) -> FakeEngine:
@@ -186,7 +196,25 @@ class FakeEngine:
         assert "close" not in self.log, "abort after close"
         self.aborted.append(request_id)
 
+    def order(self, wanted: Order) -> None:
+        self.ordered.append(wanted)
+        error = ""
+        match wanted:
+            case Sleep(level=level):
+                self._level = max(self._level, level)
+            case Wake():
+                self._level = 0
+            case Reload(path=path):
+                if path.endswith("deadly"):
+                    raise WorkerLost("rank 1 died in phase 'reload weights'")
+                error = "rank 1: torn" if path.endswith("torn") else ""
+        level = self._level
+        state = EngineAsleep(level=level, error=error) if level else EngineAwake(error=error)
+        self.states.append(state)
+
     def poll(self, timeout_s: float) -> list[Delta | Finished | Rejected]:
+        if self._level:
+            return []
         events = [queue.popleft() for queue in self._queues.values() if queue]
         if any(isinstance(event, Finished) and event.reason == "die" for event in events):
             raise WorkerLost("rank 1 failed in step 3: KilledBySignal: SIGKILL")

@@ -34,6 +34,8 @@ from unisono.runtime.protocol import (
     RequestRejected,
     Reschedule,
     SamplingParams,
+    Sleep,
+    Wake,
     WorkerLost,
 )
 from unisono.workers.protocol import int32s
@@ -182,6 +184,22 @@ def test_a_killed_rank_is_noticed_within_2_seconds(mark):
         with pytest.raises(WorkerLost, match=r"^rank 1 .* by signal 9 \(SIGKILL\)$"):
             running.start(kill)
         assert time.monotonic() - killed_s[0] < 2.0
+
+
+def test_an_order_that_is_not_obeyed_in_time_is_told_with_the_phase():
+    """The runtime here obeys none."""
+    with engine(start_timeout_s=3.0) as running:
+        running.start()
+        running.order(Sleep(level=1))
+        running.order(Wake())
+        begin = time.monotonic()
+        line = (
+            "what was ordered took more than 3 s: rank 0 is in phase 'wake up', "
+            "rank 1 is in phase 'wake up'"
+        )
+        with pytest.raises(WorkerLost, match=f"^{line}$"):
+            running.poll(6.0)
+        assert 2.9 <= time.monotonic() - begin < 5.0
 
 
 def test_a_late_rank_is_named():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -13,8 +15,9 @@ from tests.launcher.fakes import EOS, FakeEngine, FakeTokenizer, write_checkpoin
 from unisono import LLM, SamplingParams
 from unisono.launcher.answering import Answer
 from unisono.models.config import ConfigError
+from unisono.models.headers import CheckpointError
 from unisono.models.partition import PartitionError
-from unisono.runtime.protocol import RequestRejected, WorkerLost
+from unisono.runtime.protocol import EngineError, Reload, RequestRejected, Sleep, Wake, WorkerLost
 
 
 @pytest.fixture
@@ -158,6 +161,61 @@ def test_a_script_under_torchrun_is_refused(model, monkeypatch):
         LLM(model)
     monkeypatch.setenv("WORLD_SIZE", "1")
     LLM(model)
+
+
+def test_it_sleeps_while_another_thread_waits_and_goes_on(model, tmp_path):
+    other = str(write_checkpoint(tmp_path / "other"))
+    got = []
+    with LLM(model) as llm:
+        llm.sleep(2)
+        thread = threading.Thread(target=lambda: got.extend(llm.generate(["abc", "de"])))
+        thread.start()
+        llm.reload_weights(other)
+        thread.join(0.05)
+        assert thread.is_alive()
+        asyncio.run(llm.wake_async())
+        thread.join()
+    assert [answer.text for answer in got] == ["ABC", "DE"]
+    [engine] = FakeEngine.made
+    reload = Reload(path=other, load_format="auto")
+    assert engine.ordered == [Sleep(level=2), reload, Wake()]
+
+
+@pytest.mark.parametrize("level", [0, 3, True, "1", 1.0])
+def test_another_level_is_refused_before_anything_starts(model, level):
+    llm = LLM(model)
+    with pytest.raises(ConfigError, match=r"^sleep level .*: choose 1 .* or 2 "):
+        llm.sleep(level)
+    with pytest.raises(ConfigError, match=r"^sleep level .*: choose 1 .* or 2 "):
+        asyncio.run(llm.sleep_async(level))
+    assert FakeEngine.made == []
+
+
+def test_what_ranks_cannot_load_is_an_error_and_the_engine_serves_on(model, tmp_path):
+    with LLM(model) as llm:
+        with pytest.raises(CheckpointError, match=r"^rank 1: torn$"):
+            llm.reload_weights(str(write_checkpoint(tmp_path / "torn")))
+        assert llm.generate("a")[0].text == "A"
+        with pytest.raises(WorkerLost, match="rank 1 died"):
+            llm.reload_weights(str(write_checkpoint(tmp_path / "deadly")))
+
+
+def test_closing_ends_whoever_waits_for_an_order(model, monkeypatch):
+    monkeypatch.setattr(FakeEngine, "order", lambda self, wanted: None)
+    raised = []
+
+    def wait(llm):
+        with pytest.raises(EngineError) as caught:
+            llm.sleep()
+        raised.append(str(caught.value))
+
+    with LLM(model) as llm:
+        thread = threading.Thread(target=wait, args=(llm,))
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive()
+    thread.join()
+    assert raised == ["the engine was closed while an answer was wanted"]
 
 
 def test_the_public_package_is_lazy():

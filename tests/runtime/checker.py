@@ -37,7 +37,8 @@ class Due:
 
 
 class Checker(RuleBasedStateMachine):
-    """Arrivals, aborts, restarts, steps and late results in any order; every answer its prompt's.
+    """Arrivals, aborts, restarts, naps, other weights, steps and late results in any order; every
+    answer its prompt's.
 
     Few blocks make pre-emptions and evictions frequent; prompts are laid of three bricks of a
     block each, so that they share beginnings, and have equal blocks behind different ones.
@@ -49,6 +50,9 @@ class Checker(RuleBasedStateMachine):
         self.seen = Counter() if seen is None else seen
         self.asked: list[Request] = []
         self.answers: list[list[int]] = []
+        self.weights_of: list[list[int]] = []
+        """Which weights each token of an answer is from."""
+        self.weights = 0
         self.ended: dict[int, str] = {}
         self.due: deque[Due] = deque()
         self.accepts = cycle([1])
@@ -122,6 +126,7 @@ class Checker(RuleBasedStateMachine):
             assert fits
             self.asked.append(asked)
             self.answers.append([])
+            self.weights_of.append([])
 
     @rule(
         count=st.integers(1, 60),
@@ -149,18 +154,31 @@ class Checker(RuleBasedStateMachine):
         self.ended[number] = "abort"
         self.seen["aborts"] += 1
 
-    @rule(in_flight=st.booleans(), chance=st.integers(0, 4))
-    def restart(self, in_flight: bool, chance: int) -> None:
+    @rule(
+        in_flight=st.booleans(),
+        chance=st.integers(0, 4),
+        kind=st.sampled_from(["lost", "lost", "nap", "other weights"]),
+    )
+    def restart(self, in_flight: bool, chance: int, kind: str) -> None:
+        """The ranks are lost; or, with the results in flight in, nap or take weights."""
         if chance:
             return
         if in_flight:
             self._plan()
+        while kind != "lost" and self._apply():
+            pass
         self.sound = False
         self.seen["restarts"] += 1
         self.seen["results lost"] += len(self.due)
         self.plans.restart()
         self.due.clear()
+        old = self.worker
+        if kind == "other weights":
+            self.seen[kind] += 1
+            self.weights += 1
         self._start_worker()
+        if kind == "other weights":  # what the old ones made still lies there
+            self.worker.memory, self.worker.states = old.memory, old.states
         self.plans.audit()
         self.sound = True
 
@@ -173,10 +191,10 @@ class Checker(RuleBasedStateMachine):
                 break
         assert not self.plans.has_work, "no progress"
         assert self.plans.ledger.num_free == self.num_blocks
-        for asked, answer in zip(self.asked, self.answers, strict=True):
+        for asked, answer, weights in zip(self.asked, self.answers, self.weights_of, strict=True):
             reason = self.ended[asked.request_id]
             if reason != "abort":
-                assert (answer, reason) == expected(asked, EOS)
+                assert (answer, reason) == expected(asked, EOS, weights)
         self.seen["pre-emptions"] += self.plans.num_preemptions
         self.seen["hits"] += sum(asked.num_cached_tokens > 0 for asked in self.asked)
 
@@ -297,13 +315,14 @@ class Checker(RuleBasedStateMachine):
     def _take(self, number: int, token_id: int, reason: str | None) -> None:
         assert number not in self.ended, "a token after the end"
         answer = self.answers[number]
-        assert token_id == next_token([*self.asked[number].prompt_ids, *answer])
+        assert token_id == next_token([*self.asked[number].prompt_ids, *answer], self.weights)
         answer.append(token_id)
+        self.weights_of[number].append(self.weights)
         assert len(answer) <= self.asked[number].max_tokens, "too long an answer"
         if reason is not None:
             self.ended[number] = reason
 
     def _start_worker(self) -> None:
-        self.worker = FakeWorker(self.num_slots, self.num_states)
+        self.worker = FakeWorker(self.num_slots, self.num_states, self.weights)
         self.generated: set[int] = set()
         self.num_applied = 0

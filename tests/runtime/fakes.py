@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from zlib import crc32
 
@@ -20,8 +20,8 @@ VOCABULARY = 1000
 RUBBISH = (-1, -1)
 
 
-def next_token(prefix: list[int]) -> int:
-    return _hash(prefix, 0) % VOCABULARY
+def next_token(prefix: list[int], weights: int = 0) -> int:
+    return _hash(prefix, weights) % VOCABULARY
 
 
 class FakeWorker:
@@ -29,10 +29,12 @@ class FakeWorker:
 
     Beside each token lies the hash of all up to it, as real KV depends on all before it. A state
     of a hybrid model is such a hash, too. Plans run when they are sent, whatever the scheduler
-    knows of earlier results. A rejected draft leaves rubbish in its place.
+    knows of earlier results. A rejected draft leaves rubbish in its place. Every hash begins with
+    the `weights`.
     """
 
-    def __init__(self, num_slots: int, num_states: int = 0) -> None:
+    def __init__(self, num_slots: int, num_states: int = 0, weights: int = 0) -> None:
+        self.weights = weights
         self.tokens: list[list[int]] = [[] for _ in range(num_slots + 1)]
         self.tables: list[list[int]] = [[] for _ in range(num_slots + 1)]
         self.memory: dict[int, tuple[int, int]] = {}
@@ -119,7 +121,7 @@ class FakeWorker:
     def _write(self, slot: int, at: int) -> None:
         place = self._place(slot, at)
         assert self._is_unwritten(place), "a place is written twice"
-        before = self.memory[self._place(slot, at - 1)] if at else (0, 0)
+        before = self.memory[self._place(slot, at - 1)] if at else (0, self.weights)
         assert before is not RUBBISH, "a rejected draft is read"
         token = self.tokens[slot][at]
         self.written[place // 64] = self.num_steps
@@ -130,7 +132,7 @@ class FakeWorker:
 
     def _read(self, slot: int, length: int) -> int:
         """The hash of the first `length` tokens as they lie in the blocks, each block checked."""
-        state = 0
+        state = self.weights
         for begin in range(0, length, 64):
             places = range(self._place(slot, begin), self._place(slot, min(begin + 64, length) - 1))
             kept = [self.memory[place] for place in (*places, places.stop)]
@@ -148,8 +150,8 @@ class FakeWorker:
             assert state != restore
             self.state_of[slot] = state
             length = num_shared * 64
-            wanted = length, _hash(self.tokens[slot][:length], 0)
-            self.states[state] = self.states[restore] if restore else (0, 0)
+            wanted = length, _hash(self.tokens[slot][:length], self.weights)
+            self.states[state] = self.states[restore] if restore else (0, self.weights)
             assert self.states[state] == wanted, "a snapshot of another prefix"
 
     def _keep_state(self, slot: int, start: int, end: int, save: tuple[int, int]) -> None:
@@ -217,11 +219,12 @@ def scheduler(
     )
 
 
-def expected(asked: Request, eos: int = -1) -> tuple[list[int], str]:
-    """The answer of the model alone, by the definition of stopping."""
+def expected(asked: Request, eos: int = -1, weights: Sequence[int] = ()) -> tuple[list[int], str]:
+    """The answer of the model alone, by the definition of stopping; with weights by token."""
     prefix, answer = list(asked.prompt_ids), []
     while True:
-        answer.append(next_token(prefix + answer))
+        now = weights[len(answer)] if weights else 0
+        answer.append(next_token(prefix + answer, now))
         if answer[-1] == eos and not asked.params.ignore_eos:
             return answer, "stop"
         if answer[-1] in asked.params.stop_token_ids:

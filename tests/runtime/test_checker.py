@@ -46,12 +46,13 @@ def check(kind: type[Scheduler], max_examples: int) -> Counter[str]:
 
 def test_the_scheduler_is_sound_and_checked_quickly() -> None:
     start = time.process_time()
-    seen = check(Scheduler, 100)
+    seen = check(Scheduler, 220)
     assert seen["steps"] / (time.process_time() - start) >= LEAST_STEPS_PER_S
     assert seen["steps"] > 5000
     often = ("ahead", "accepted", "host rows", "pre-emptions", "hits", "restored", "aborts")
     assert min(seen[what] for what in often) > 100, seen
-    assert min(seen[what] for what in ("restarts", "results lost", "resumed chunks")) > 10, seen
+    seldom = ("restarts", "results lost", "resumed chunks", "other weights")
+    assert min(seen[what] for what in seldom) > 10, seen
 
 
 class ResumesThePromptOnly(Scheduler):

@@ -16,7 +16,7 @@ from unisono.runtime.entry import _report
 from unisono.runtime.protocol import Failed, Recorded
 from unisono.runtime.worker_group import Diverged, RankFault, WorkerGroup
 from unisono.workers.channel import Hub, ProtocolError
-from unisono.workers.protocol import Fault
+from unisono.workers.protocol import Fault, LoadWeights
 
 
 class Wire:
@@ -65,9 +65,12 @@ def test_all_faults_are_told_and_the_flight_last(
     clients, hub = Wire(), Wire(*waiting)
     workers = WorkerGroup(cast(Hub, hub), 2)
     workers.recorder = recorded(3)
+    workers.weights = LoadWeights(path="reloaded", load_format="random")
     orders = replace(orders_of(WORKER), flight_file=str(path))
     _report(error, orders, cast(Hub, clients), workers)
     *failures, last = clients.sent
     assert [cast(Failed, failed).rank for failed in failures] == ranks
     assert last == Recorded(path=str(path))
-    assert read_flight(path).header.failed.rank == cause
+    header = read_flight(path).header
+    assert header.failed.rank == cause
+    assert (header.worker.model_path, header.worker.load_format) == ("reloaded", "random")
