@@ -82,7 +82,7 @@ def test_random_weights_whose_drafts_are_mostly_wrong(
     assert sum(map(sum, engine.drafted)) > 2 * sum(map(sum, engine.accepted))
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("num_drafts", [1, 3, 8])
 def test_every_number_of_drafts_alone_and_in_company(
     erring: tuple[Path, Copying], num_drafts: int
 ) -> None:

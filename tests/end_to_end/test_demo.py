@@ -34,7 +34,7 @@ PROMPTS = [
     "What year did the first person walk on the moon?",
     "Complete the sentence: Once upon a time, in a small village by a river,",
 ]
-TOKENS = 64
+TOKENS = 40
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python")
 
 

@@ -328,7 +328,8 @@ def test_receive_waits_no_longer_than_told(pair):
     assert hub.receive(0) is None
     assert peer.receive(0) is None
     assert hub.receive(0.1) is None
-    assert 0.1 <= time.monotonic() - begin < 1.0
+    # ZeroMQ counts whole milliseconds, by a clock of its own.
+    assert 0.09 <= time.monotonic() - begin < 1.0
 
 
 def test_waiting_for_several_hubs(pair, tmp_path):
