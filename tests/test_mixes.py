@@ -284,9 +284,9 @@ def run_mixes(directory: Path, count: int) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_24_random_mixes_answer_as_alone(tmp_path: Path) -> None:
+def test_40_random_mixes_answer_as_alone(tmp_path: Path) -> None:
     """Tokens, logits and log-probabilities have the bits of the solo run; ledgers add up."""
-    run_mixes(tmp_path, 24)
+    run_mixes(tmp_path, 40)
 
 
 @pytest.mark.soak
