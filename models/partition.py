@@ -148,7 +148,7 @@ class ModelPartition:
         if delta is None:
             return 0, 0
         state = self.value_heads.size(rank) * delta.value_head_dim * delta.key_head_dim
-        return self._conv_channels(rank) * (delta.conv_width - 1), state
+        return self.conv_channels(rank) * (delta.conv_width - 1), state
 
     def pending_shapes(self, rank: int, num_drafts: int) -> tuple[tuple[int, ...], ...]:
         """What one request keeps in one delta net of a step with up to `num_drafts` drafts: its
@@ -159,14 +159,15 @@ class ModelPartition:
             return ()
         keys, values = self.key_heads.size(rank), self.value_heads.size(rank)
         heads = (keys, delta.key_head_dim), (values, delta.value_head_dim), (values,)
-        return (tokens, self._conv_channels(rank)), *((tokens, *head) for head in heads)
+        return (tokens, self.conv_channels(rank)), *((tokens, *head) for head in heads)
 
     def pending_elements(self, rank: int, num_drafts: int) -> tuple[int, int]:
         """Numbers of `pending_shapes`: those of the model's dtype, those of fp32."""
         inputs, *rest = map(math.prod, self.pending_shapes(rank, num_drafts) or ((0,),))
         return inputs, sum(rest)
 
-    def _conv_channels(self, rank: int) -> int:
+    def conv_channels(self, rank: int) -> int:
+        """Channels of the convolution before a delta net, on `rank`."""
         delta = self.config.delta
         assert delta is not None
         values = self.value_heads.size(rank) * delta.value_head_dim

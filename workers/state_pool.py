@@ -33,11 +33,9 @@ class StatePool:
     ) -> None:
         config, values = partition.config.delta, partition.value_heads.size(rank)
         assert config is not None, "the model has no recurrent state"
-        channels = 2 * partition.key_heads.size(rank) * config.key_head_dim
-        channels += values * config.value_head_dim
         pending = partition.pending_shapes(rank, num_drafts)
         self._kinds: list[tuple[tuple[int, ...], torch.dtype]] = [
-            ((config.conv_width - 1, channels), dtype),
+            ((config.conv_width - 1, partition.conv_channels(rank)), dtype),
             ((values, config.value_head_dim, config.key_head_dim), state_dtype),
             *zip(pending, (dtype, *[torch.float32] * 3), strict=False),
         ]
