@@ -184,7 +184,12 @@ def test_rms_norm(backend: str, dtype: torch.dtype, width: int) -> None:
         rows_keep_their_bits("norm of a sum", norm_of_sum, x)
 
 
-@on_every_backend(("width",), [(5,), (12,), (128,), (1003,), (40000,)], quick=[(12,), (72,)])
+_GATED_WIDTHS = [(5,), (12,), (128,), (1003,)]
+
+
+@on_every_backend(
+    ("width",), [*_GATED_WIDTHS, (40000,)], quick=[(12,), (72,)], compiled=_GATED_WIDTHS
+)
 def test_gated_rms_norm(backend: str, dtype: torch.dtype, width: int) -> None:
     ops, count = ops_of(backend), num_rows(backend, 70)
     x, gate = (some(backend, count, width, dtype=dtype) for _ in range(2))
