@@ -29,6 +29,7 @@ from unisono.ops.kernels.linear_tiles import (
     narrow_tile,
     tall_tile,
 )
+from unisono.ops.kernels.overlap import LINE, begin, overlap_options, prefetch
 from unisono.ops.linear import Linear
 
 _log = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ PROBED_ROWS = (64, 65, 96, 127, 128, 129, 200, 256, 384, 512, 777, 1024, 2048, 4
 """Row counts at which cuBLASLt must give the bits of the kernel before it may serve."""
 _PROBED_ALWAYS, _PROBED_ELEMENTS = 256, 1 << 26
 """Rows probed at any cost, and the size of a result beyond which no more are."""
+_FETCHED_AHEAD = 32 * 1024
+"""Bytes of a weight that a program asks for before it may read its rows."""
 _GROUP = 8
 """Row tiles that are computed together, so that they find a weight tile in the cache."""
 
@@ -154,10 +157,20 @@ def ordered_product(x: Tensor, weight: Tensor, out_dtype: torch.dtype, tile: Til
         BLOCK_K=tile.depth,
         GROUP=_GROUP,
         EVEN_K=num_inputs % tile.depth == 0,
+        AHEAD=_bytes_ahead(weight, tile),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **overlap_options(x.device),
     )
     return out
+
+
+def _bytes_ahead(weight: Tensor, tile: Tile) -> int:
+    """Bytes of each row of a tile that are fetched while the kernel before still runs."""
+    row = weight.shape[1] * weight.element_size()
+    if row % LINE.value or weight.data_ptr() % LINE.value:
+        return 0
+    return min(row, _FETCHED_AHEAD // tile.outputs // LINE.value * LINE.value)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -173,6 +186,8 @@ def _ordered_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """One tile of x W^T. Its longer side is the M side of the product: the tensor core takes 16
     of M, or 64 for `wgmma`, and 8 of N.
@@ -191,6 +206,11 @@ def _ordered_kernel(
     o_k = tl.arange(0, BLOCK_K)
     m_o = o_o < num_outputs
     m_r = o_r < num_rows
+    if OVERLAPS and AHEAD > 0:
+        # Nothing writes a weight while it is used.
+        first = tl.minimum(o_o, num_outputs - 1) * num_inputs
+        prefetch(weight_ptr + first, tl.full([BLOCK_O], AHEAD, tl.int32))
+    begin(OVERLAPS)
     p_weight = weight_ptr + o_o[:, None] * num_inputs + o_k[None, :]
     p_x = x_ptr + o_r[:, None] * num_inputs + o_k[None, :]
 
