@@ -29,7 +29,7 @@ from unisono.ops.kernels.linear_tiles import (
     narrow_tile,
     tall_tile,
 )
-from unisono.ops.kernels.overlap import LINE, begin, overlap_options, prefetch
+from unisono.ops.kernels.overlap import LINE, overlap_options, prefetch, release, wait
 from unisono.ops.linear import Linear
 
 _log = logging.getLogger(__name__)
@@ -38,8 +38,10 @@ PROBED_ROWS = (64, 65, 96, 127, 128, 129, 200, 256, 384, 512, 777, 1024, 2048, 4
 """Row counts at which cuBLASLt must give the bits of the kernel before it may serve."""
 _PROBED_ALWAYS, _PROBED_ELEMENTS = 256, 1 << 26
 """Rows probed at any cost, and the size of a result beyond which no more are."""
-_FETCHED_AHEAD = 32 * 1024
+_FETCHED_AHEAD = 16 * 1024
 """Bytes of a weight that a program asks for before it may read its rows."""
+_LEAST_AHEAD = 32
+"""Outputs of a tile from which that pays: narrow tiles have programs enough to pull at once."""
 _GROUP = 8
 """Row tiles that are computed together, so that they find a weight tile in the cache."""
 
@@ -168,7 +170,7 @@ def ordered_product(x: Tensor, weight: Tensor, out_dtype: torch.dtype, tile: Til
 def _bytes_ahead(weight: Tensor, tile: Tile) -> int:
     """Bytes of each row of a tile that are fetched while the kernel before still runs."""
     row = weight.shape[1] * weight.element_size()
-    if row % LINE.value or weight.data_ptr() % LINE.value:
+    if row % LINE.value or weight.data_ptr() % LINE.value or tile.outputs < _LEAST_AHEAD:
         return 0
     return min(row, _FETCHED_AHEAD // tile.outputs // LINE.value * LINE.value)
 
@@ -210,7 +212,7 @@ def _ordered_kernel(
         # Nothing writes a weight while it is used.
         first = tl.minimum(o_o, num_outputs - 1) * num_inputs
         prefetch(weight_ptr + first, tl.full([BLOCK_O], AHEAD, tl.int32))
-    begin(OVERLAPS)
+    wait(OVERLAPS)
     p_weight = weight_ptr + o_o[:, None] * num_inputs + o_k[None, :]
     p_x = x_ptr + o_r[:, None] * num_inputs + o_k[None, :]
 
@@ -234,6 +236,7 @@ def _ordered_kernel(
             b_sum = tl.dot(b_weight, tl.trans(b_x), b_sum, input_precision="ieee")
         p_weight += BLOCK_K
         p_x += BLOCK_K
+    release(OVERLAPS)
 
     if BLOCK_O >= BLOCK_R:
         b_sum = tl.trans(b_sum)

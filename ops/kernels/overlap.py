@@ -31,9 +31,26 @@ def overlap_options(device: torch.device) -> dict[str, bool]:
 @triton.jit
 def begin(OVERLAPS: tl.constexpr) -> None:
     """Let the next kernel be launched, and wait for the one before."""
+    release(OVERLAPS)
+    wait(OVERLAPS)
+
+
+@triton.jit
+def wait(OVERLAPS: tl.constexpr) -> None:
+    """Wait for the kernel before; `release` may come later."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def release(OVERLAPS: tl.constexpr) -> None:
+    """Let the next kernel be launched, once every program has called this.
+
+    Its programs are placed where there is room at that moment. So a kernel that fills the card
+    calls it when it is nearly done: else the next one crowds onto a few processors.
+    """
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
