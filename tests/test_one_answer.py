@@ -277,6 +277,10 @@ def test_noise_and_filters(backend: str, width: int) -> None:
     )
     rows = torch.arange(count, device=device_of(backend))
     rows_keep_their_bits("noise", lambda r: ops.add_noise(*(x[r] for x in drawn), 64), rows)
+    keys = ops.argmax_keys(ops.add_noise(*drawn, 64), 64, 64 + width - 1)
+    for part in (rows, rows[3:5]):
+        fused = ops.noisy_argmax_keys(*(x[part] for x in drawn), 64, 64 + width - 1)
+        assert torch.equal(fused, keys[part]), "the fused draw is another"
     if backend != "interpreter":
         rows_keep_their_bits("filters", lambda r: ops.filter_logits(*(x[r] for x in kept)), rows)
 

@@ -2,8 +2,9 @@
 which slots take part.
 
 The forward graph is named by its height (rows, padded) and by how many splits of keys its rows may
-see; the tail, for steps whose rows are all plain, by its height. What the host knows of a step is
-the slots: tokens and positions come out of the slot table, and go back into it.
+see; the tail, for steps whose rows need their logits and noise at most, by its height and whether
+there is noise. What the host knows of a step is the slots: tokens and positions come out of the
+slot table, and go back into it.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ class DecodeSteps:
         self._graphs.run("forward", (height, num_splits), lambda: self._forward(height, num_splits))
         return self._buffers.hidden[: len(rows)]
 
-    def tail(self, rows: Rows) -> Result:
-        """Choose the likeliest token of each row and append it to its slot."""
+    def tail(self, rows: Rows, draws: bool) -> Result:
+        """Append to each slot its likeliest token, or, if it `draws`, the one that noise chose."""
         height = height_of(len(rows), self._buffers.max_rows)
-        tokens = self._graphs.run("tail", height, lambda: self._tail(height))
+        tokens = self._graphs.run("tail", (height, draws), lambda: self._tail(height, draws))
         return self._buffers.take_result(tokens[: len(rows)])
 
     def _forward(self, height: int, num_splits: int) -> None:
@@ -103,13 +104,15 @@ class DecodeSteps:
         states = self._slots.states[self._buffers.slots[:height]]
         return self._delta_plan.plan_decode(self._buffers.positions[:height], states)
 
-    def _tail(self, height: int) -> Tensor:
+    def _tail(self, height: int, draws: bool) -> Tensor:
+        slots, of_row = self._slots, self._buffers.slots[:height]
         logits = self._model.logits(self._buffers.hidden[:height])
-        keys = self._sampler.greedy_keys(logits)
-        slots = self._slots
-        return self._decode.advance_rows(
-            keys, self._buffers.slots[:height], slots.token_ids, slots.lengths
-        )
+        if draws:
+            temperature, seeds = slots.sampling.draws(of_row)
+            keys = self._sampler.drawn_keys(logits, temperature, seeds, slots.lengths[of_row])
+        else:
+            keys = self._sampler.greedy_keys(logits)
+        return self._decode.advance_rows(keys, of_row, slots.token_ids, slots.lengths)
 
 
 def height_of(num_rows: int, max_rows: int) -> int:

@@ -59,6 +59,22 @@ def test_replayed_steps_answer_as_eager_ones(model: Path, dtype: str) -> None:
     assert pool.num_replays > 50
 
 
+def test_draws_are_captured_and_a_slot_forgets_its_temperature(model: Path) -> None:
+    """Slots that drew are handed to greedy requests, beside others that draw."""
+    prompts = prompts_for(model, 12)
+    params = [SamplingParams(temperature=0.9, seed=i) for i in range(12)]
+    params[6:9] = [SamplingParams()] * 3
+    arrivals = [3 * i for i in range(12)]
+    options = {"dtype": "bfloat16", "device": GPU, "max_requests": 4}
+    want = LocalEngine(model, **options).generate(prompts, 20, arrivals, params=params)
+    engine = LocalEngine(model, graphs=True, **options)
+    for _ in range(2):
+        got = engine.generate(prompts, 20, arrivals, params=params)
+        assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
+    reasons = engine.ranks[0].pool.eager_runs
+    assert ("tail", "sampling") not in {k for k, n in reasons.items() if n > len(prompts) * 2}
+
+
 def test_a_new_generation_is_captured_again_and_live_blocks_keep_their_bytes(model: Path) -> None:
     prompts = prompts_for(model, 5)
     engine = LocalEngine(model, dtype="bfloat16", device=GPU, graphs=True, max_requests=5)
