@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from unisono.ops.kernels.linear_tiles import (
     BORDER,
@@ -147,9 +148,10 @@ def ordered_product(x: Tensor, weight: Tensor, out_dtype: torch.dtype, tile: Til
     if num_rows == 0:
         return out
     row_tiles = -(-num_rows // tile.rows)
+    bulk = tile.bulk and _is_fit_for_bulk(weight)
     _ordered_kernel[(-(-num_outputs // tile.outputs) * row_tiles,)](
         x,
-        weight,
+        TensorDescriptor.from_tensor(weight, [tile.outputs, tile.depth]) if bulk else weight,
         out,
         num_rows,
         num_outputs,
@@ -159,12 +161,22 @@ def ordered_product(x: Tensor, weight: Tensor, out_dtype: torch.dtype, tile: Til
         BLOCK_K=tile.depth,
         GROUP=_GROUP,
         EVEN_K=num_inputs % tile.depth == 0,
-        AHEAD=_bytes_ahead(weight, tile),
+        BULK=bulk,
+        AHEAD=0 if bulk else _bytes_ahead(weight, tile),
         num_warps=tile.warps,
         num_stages=tile.stages,
         **overlap_options(x.device),
     )
     return out
+
+
+def _is_fit_for_bulk(weight: Tensor) -> bool:
+    """Whether the copy engine can read `weight`: on Hopper, with rows that begin on LINEs."""
+    row = weight.shape[1] * weight.element_size()
+    if row % LINE.value or weight.data_ptr() % LINE.value:
+        return False
+    # The interpreter, on a CPU, copies as well.
+    return weight.device.type != "cuda" or overlap_options(weight.device)["OVERLAPS"]
 
 
 def _bytes_ahead(weight: Tensor, tile: Tile) -> int:
@@ -188,6 +200,7 @@ def _ordered_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
+    BULK: tl.constexpr,
     AHEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
@@ -213,7 +226,8 @@ def _ordered_kernel(
         first = tl.minimum(o_o, num_outputs - 1) * num_inputs
         prefetch(weight_ptr + first, tl.full([BLOCK_O], AHEAD, tl.int32))
     wait(OVERLAPS)
-    p_weight = weight_ptr + o_o[:, None] * num_inputs + o_k[None, :]
+    if not BULK:
+        p_weight = weight_ptr + o_o[:, None] * num_inputs + o_k[None, :]
     p_x = x_ptr + o_r[:, None] * num_inputs + o_k[None, :]
 
     if BLOCK_R > BLOCK_O:
@@ -228,13 +242,17 @@ def _ordered_kernel(
             m_k = (o_k < num_inputs - start)[None, :]
             m_weight = m_o[:, None] & m_k
             m_x = m_r[:, None] & m_k
-        b_weight = tl.load(p_weight, mask=m_weight, other=0.0)
+        if BULK:
+            # What lies outside is zero.
+            b_weight = weight_ptr.load([i_o * BLOCK_O, start])
+        else:
+            b_weight = tl.load(p_weight, mask=m_weight, other=0.0)
+            p_weight += BLOCK_K
         b_x = tl.load(p_x, mask=m_x, other=0.0)
         if BLOCK_R > BLOCK_O:
             b_sum = tl.dot(b_x, tl.trans(b_weight), b_sum, input_precision="ieee")
         else:
             b_sum = tl.dot(b_weight, tl.trans(b_x), b_sum, input_precision="ieee")
-        p_weight += BLOCK_K
         p_x += BLOCK_K
     release(OVERLAPS)
 
