@@ -150,10 +150,14 @@ class TimedEngine(Engine):
             "missing": missing,
             "failed": "" if self._lost is None else str(self._lost),
         }
+        is_failing = sys.exception() is not None
         try:
             count = write_trace(self._path, lanes, facts)
         except OSError as error:
-            self._complain(f"the trace {self._path} cannot be written: {error.strerror}")
+            what = f"the trace {self._path} cannot be written: {error.strerror}"
+            if not is_failing:
+                raise EngineError(what) from None
+            _log.error("%s", what)
         else:
             self._tell(count, lanes, missing)
 
@@ -173,11 +177,6 @@ class TimedEngine(Engine):
                     *(self._path, lane.name, len(lane.recorded.events)),
                     lane.recorded.num_dropped,
                 )
-
-    def _complain(self, what: str) -> None:
-        if sys.exception() is None:
-            raise EngineError(what)
-        _log.error("%s", what)
 
 
 class TimedText:

@@ -49,15 +49,16 @@ def check_trace(name: str) -> str:
 
     A link stands for what it leads to. Nothing is left of the attempt.
     """
-    path, fault = Path(name).expanduser().resolve(), ""
+    path, fault = Path(name), ""
     try:
+        path = path.expanduser().resolve()
         if path.exists() and not path.is_file():
             fault = "is no file"
         elif path.exists() and not os.access(path, os.W_OK):
             fault = "may not be written"
         else:
             tempfile.TemporaryFile(dir=path.parent, prefix=f".{path.name[:40]}.").close()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         fault = f"cannot be written ({getattr(error, 'strerror', None) or error})"
     if fault:
         raise ConfigError(

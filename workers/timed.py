@@ -221,10 +221,12 @@ class DeviceTrack:
             piece, (event, at) = self._pieces.popleft(), self._anchor
             begin = at + _ns(event.elapsed_time(piece.start))
             end = begin + _ns(piece.start.elapsed_time(piece.end))
-            # What is over lies in the past: the clocks have drifted apart.
+            # What is over lies in the past: otherwise the clocks have drifted apart.
             late = max(end - now(), 0)
-            self._timeline.put(piece.kind, begin - late, end - late, piece.step)
-            self._anchor = piece.end, end - late
+            begin = max(begin - late, at)
+            end = max(end - late, begin)
+            self._timeline.put(piece.kind, begin, end, piece.step)
+            self._anchor = piece.end, end
 
 
 def _join(timeline: Timeline, *place: Any) -> Group:

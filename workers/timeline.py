@@ -154,7 +154,7 @@ class Timeline:
         if end + len(raw) <= TEXT_BYTES:
             self._buffer[_HEADER + end : _HEADER + end + len(raw)] = raw
             self._header[_TEXT_END] = end + len(raw)
-            number = 1 + len(self._texts)
+            number = 1 + max(self._texts.values(), default=0)
         self._texts[text] = number
         return number
 
