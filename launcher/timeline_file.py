@@ -97,10 +97,11 @@ def entries(lanes: Sequence[Lane], base: int) -> Iterator[Entry]:
     """Every event of the file; `base` is time 0, in nanoseconds."""
     for lane in lanes:
         yield from _names_of(lane)
-        for event in lane.recorded.events:
+        # A span is noted when it ends; of two that begin together the outer one stands first.
+        for event in sorted(lane.recorded.events, key=lambda event: (event.begin, -event.end)):
             yield from _entries_of(event, lane, base)
         if lane.recorded.num_dropped and lane.recorded.events:
-            first = lane.recorded.events[0].begin
+            first = min(event.begin for event in lane.recorded.events)
             args = {"events": lane.recorded.num_dropped}
             yield _entry("i", DROPPED, first - base, lane.number, HOST, s="p", args=args)
         if lane.number == LAUNCHER:

@@ -116,6 +116,14 @@ def test_times_are_exact_microseconds_since_the_first_event(written: dict[str, A
     assert written["otherData"]["first_event_ns"] == BASE
 
 
+def test_spans_that_begin_together_stand_from_the_outermost_in(tmp_path: Path) -> None:
+    events = [noted(Kind.WAIT, 5, 6, 1), noted(Kind.APPLY, 7, 8, 1), noted(Kind.RESULT, 5, 9, 1)]
+    lane = Lane(RUNTIME, "runtime", Recorded(11, events, [""], 0))
+    write_trace(tmp_path / "t.json", [lane], {})
+    names = [e["name"] for e in read(tmp_path / "t.json")["traceEvents"] if e["ph"] == "X"]
+    assert names == ["result", "wait for ranks", "apply"]
+
+
 def test_numbers_have_names_and_texts(written: dict[str, Any]) -> None:
     assert named(written, "finish")[0]["args"] == {"request": 0, "tokens": 8, "reason": "length"}
     assert named(written, "plan")[0]["args"] == {"step": 1, "rows": 2, "tokens": 20}
@@ -147,7 +155,7 @@ def test_an_arrow_leads_from_each_plan_over_each_rank_to_its_result(
 
 def test_what_was_dropped_is_said_where_it_would_be(written: dict[str, Any]) -> None:
     [note] = named(written, DROPPED)
-    assert (note["pid"], note["ts"], note["args"]) == (4, 11.051, {"events": 40})
+    assert (note["pid"], note["ts"], note["args"]) == (4, 11.001, {"events": 40})
     assert written["otherData"]["dropped_events"] == {"rank 1": 40}
 
 
