@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -111,11 +111,11 @@ class TimedEngine(Engine):
             super().close()
         finally:
             if os.getpid() == self._owner_pid:
-                with ExitStack() as rings:
-                    for ring in self._rings.values():
-                        rings.enter_context(ring)
-                    self._write()
-                    self._rings = {}
+                rings, self._rings = self._rings, {}
+                with ExitStack() as opened:
+                    for ring in rings.values():
+                        opened.enter_context(ring)
+                    self._write(rings)
 
     def _created(self, directory: Path) -> None:
         try:
@@ -129,12 +129,12 @@ class TimedEngine(Engine):
                 f"({error.strerror}); set TMPDIR to a directory with room"
             ) from None
 
-    def _write(self) -> None:
+    def _write(self, rings: Mapping[str, BinaryIO]) -> None:
         """Write the file, unless nothing was started or it is written."""
-        if not self._rings or self._supervisor is None or not self._supervisor.pids():
+        if not rings or self._supervisor is None or not self._supervisor.pids():
             return
         lanes, missing = [Lane(LAUNCHER, "launcher", self.timeline.recorded())], {}
-        for number, (name, ring) in enumerate(self._rings.items(), start=RUNTIME):
+        for number, (name, ring) in enumerate(rings.items(), start=RUNTIME):
             ring.seek(0)
             recorded = decode(ring.read())
             if recorded is None:

@@ -246,6 +246,7 @@ def test_the_library_says_that_the_file_could_not_be_written(model: str, tmp_pat
     place.rmdir()
     with pytest.raises(EngineError, match=r"the trace .*trace.json cannot be written: No such"):
         llm.close()
+    llm.close()
 
 
 @pytest.mark.timeout(100)
