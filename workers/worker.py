@@ -80,6 +80,7 @@ class Worker:
 
     join_group: Callable[..., Group] = staticmethod(devices.join_group)
     make_pool: Callable[..., GraphPool] = GraphPool
+    """Both are replaced in a rank that notes what it does (workers/timed.py)."""
 
     def __init__(self, orders: WorkerOrders, peer: Peer, report: Reporter) -> None:
         self._config: WorkerConfig = orders.config
