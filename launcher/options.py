@@ -48,6 +48,7 @@ LAUNCH_OPTIONS = (
     "start_timeout_s",
     "stop_grace_s",
     "flight_dir",
+    "trace",
 )
 """Fields of the three nested configs; `LLM` and `unisono generate` take all of them."""
 SAMPLING_OPTIONS = (
@@ -160,6 +161,8 @@ class OptionSpec:
             return f"[{'|'.join(self.choices)}]"
         if self.name.endswith("_dir"):
             return "DIR"
+        if self.name == "trace":
+            return "FILE"
         return "SECONDS" if self._is_time else METAVARS[self.kind] + "|auto" * self.zero_is_auto
 
     @property

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from unisono.runtime.config import RuntimeConfig, RuntimeOrders
-from unisono.runtime.engine import Engine, ToldToEnd
+from unisono.runtime.engine import ToldToEnd
 from unisono.runtime.protocol import (
     CLIENT_MESSAGES,
     EngineReady,
@@ -24,8 +24,8 @@ from unisono.runtime.protocol import (
     Starting,
     WorkerLost,
 )
-from unisono.runtime.scheduler import Scheduler
 from unisono.runtime.speculation import draft_policy
+from unisono.runtime.timed import Parts, parts_for
 from unisono.runtime.worker_group import Diverged, RankFault, WorkerGroup
 from unisono.workers.channel import Hub
 from unisono.workers.config import BLOCK_SIZE, WorkerConfig
@@ -61,10 +61,11 @@ def main() -> None:
         ) as ranks,
     ):
         worker = orders.config.worker
-        workers = WorkerGroup(ranks, worker.tp)
+        parts = parts_for(orders)
+        workers = parts.workers(ranks, worker.tp)
         workers.weights = LoadWeights(path=worker.model_path, load_format=worker.load_format)
         try:
-            _serve(orders.config, clients, workers)
+            _serve(orders.config, clients, workers, parts)
         except Exception as error:
             # Whoever ends us now, by a signal or by going, is made to wait for the report.
             with reporting:
@@ -88,7 +89,7 @@ def _remove(directory: Path) -> None:
         time.sleep(0.01)
 
 
-def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
+def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup, parts: Parts) -> None:
     loaded = _bring_up(clients, workers)
     for rank, report in sorted(loaded.items()):
         log.info(
@@ -107,7 +108,7 @@ def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
     workers.allocate(num_blocks, num_states)
     worker = config.worker
     max_requests = _requests_at_a_time(worker, num_states, loaded)
-    scheduler = Scheduler(
+    scheduler = parts.scheduler(
         num_blocks=num_blocks,
         num_states=num_states,
         num_drafts=worker.num_drafts,
@@ -135,7 +136,7 @@ def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
         ),
     )
     gc.freeze()  # nothing made at start-up is looked at again by the collector
-    Engine(clients, workers, scheduler, worker.max_model_len).run()
+    parts.engine(clients, workers, scheduler, worker.max_model_len).run()
 
 
 def _requests_at_a_time(worker: WorkerConfig, num_states: int, loaded: dict[int, Loaded]) -> int:

@@ -6,6 +6,7 @@ import os
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import NamedTuple
@@ -77,6 +78,10 @@ class _Running(NamedTuple):
 class Worker:
     """One rank. `start` loads the model, `run` obeys until Shutdown."""
 
+    join_group: Callable[..., Group] = staticmethod(devices.join_group)
+    make_pool: Callable[..., GraphPool] = GraphPool
+    """Both are replaced in a rank that notes what it does (workers/timed.py)."""
+
     def __init__(self, orders: WorkerOrders, peer: Peer, report: Reporter) -> None:
         self._config: WorkerConfig = orders.config
         self._orders = orders
@@ -112,7 +117,7 @@ class Worker:
         # Before the ranks meet: none of them has begun to load yet.
         free = free_bytes(self._device, ranks_here)
         self._report.enter("join the group")
-        self._group = devices.join_group(self._rank, self._config.tp, self._device, store)
+        self._group = self.join_group(self._rank, self._config.tp, self._device, store)
         self._report.enter("check memory")
         check_weights(*self._part, self._device.type, free)
         self._report.enter("prove exactness")
@@ -161,12 +166,7 @@ class Worker:
                 case None:
                     self._answer()
                 case StepPlan() as plan:
-                    self._report.step = plan.step
-                    began = time.perf_counter()
-                    step = partial(self._runner.step, plan)
-                    watch = self._watch
-                    output = step() if watch is None else watch.launch(plan.step, plan.rows, step)
-                    self._running.append(_Running(plan.step, began, output, self._group.digest))
+                    self._launch(plan)
                 case Allocate() | Release() | LoadWeights() as order:
                     self._peer.send(Ready(rank=self._rank, error=self._change_memory(order)))
                     self._report.note("step")
@@ -190,6 +190,13 @@ class Worker:
             if (command := self._peer.receive(0)) is not None:
                 return command
         return None
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._report.step = plan.step
+        began = time.perf_counter()
+        step, watch = partial(self._runner.step, plan), self._watch
+        output = step() if watch is None else watch.launch(plan.step, plan.rows, step)
+        self._running.append(_Running(plan.step, began, output, self._group.digest))
 
     def _answer(self) -> None:
         step = self._running.popleft()
@@ -254,7 +261,7 @@ class Worker:
         off = "--no-graphs" if config.no_graphs else "references" if on_host else ""
         owners = (self._cache, self._states, slots, self._weights)
         owners_there = [owner for owner in owners if owner is not None]
-        self._graphs = GraphPool(self._device, self._group, owners_there, off)
+        self._graphs = self.make_pool(self._device, self._group, owners_there, off)
         decode = None
         if self._device.type == "cuda" and config.attn == "triton" and not on_host:
             width, rows = config.model.hidden_size, config.max_requests
