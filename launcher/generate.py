@@ -130,7 +130,9 @@ def command(
             console.note(ready_line(ready, prepared.worker.tp))
         started = time.monotonic()
         numerics = numerics_of(ready, prepared.worker)
-        with closing(answer_all(engine, tokenizer, requests, params, numerics)) as events:
+        whole = len(asked) > 1 or as_json
+        asking = answer_all(engine, tokenizer, requests, params, numerics, whole=whole)
+        with closing(asking) as events:
             answers = show(events, asked, console, as_json=as_json)
         seconds = time.monotonic() - started
     card = card_here() if cluster is None else None

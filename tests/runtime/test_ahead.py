@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.runtime.fakes import FakeWorker, drain, expected, request, scheduler
+from tests.runtime.fakes import FakeWorker, drain, expected, request, scheduler, told
 from unisono.runtime.engine import Engine
 from unisono.runtime.protocol import (
     Abort,
@@ -19,6 +19,7 @@ from unisono.runtime.protocol import (
     SamplingParams,
     Stop,
     Submit,
+    Tokens,
 )
 from unisono.runtime.scheduler import Scheduler
 from unisono.runtime.worker_group import Diverged, WorkerGroup
@@ -82,8 +83,15 @@ class Clients:
         self.sent.append(message)
 
     def tokens(self, number: int) -> list[int]:
-        deltas = [m for m in self.sent if isinstance(m, Delta) and m.request_id == number]
-        return [token for delta in deltas for token in delta.token_ids]
+        return told(self.sent, number)
+
+    def tellings(self) -> list[list[int]]:
+        """Whose tokens each message has."""
+        news = [each for each in self.sent if isinstance(each, Delta | Tokens)]
+        return [
+            [each.request_id] if isinstance(each, Delta) else list(each.request_ids)
+            for each in news
+        ]
 
 
 def submit(number: int, length: int, **params: Any) -> Submit:
@@ -141,15 +149,13 @@ def test_requests_that_follow_each_other_begin_in_one_step() -> None:
     """The second comes only when the engine has time to wait: it waits for it, not for a third."""
     first = replace(submit(0, 70, max_tokens=5), more=True)
     clients, _, _ = serve([(0, first), (IDLE, submit(1, 30, max_tokens=5)), (IDLE, Stop())])
-    events = [event.request_id for event in clients.sent if isinstance(event, Delta)]
-    assert events == [0, 1] * 5
+    assert clients.tellings() == [[0], [1]] + [[0, 1]] * 4
     for number, length in ((0, 70), (1, 30)):
         assert clients.tokens(number) == expected(request(number, length, 5))[0]
     clients, _, _ = serve(
         [(0, replace(first, more=False)), (IDLE, submit(1, 30, max_tokens=5)), (IDLE, Stop())]
     )
-    events = [event.request_id for event in clients.sent if isinstance(event, Delta)]
-    assert events == [0] * 5 + [1] * 5
+    assert clients.tellings() == [[0]] * 5 + [[1]] * 5
 
 
 def test_limits_are_not_changed_under_a_request() -> None:
