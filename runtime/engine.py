@@ -35,7 +35,7 @@ from unisono.runtime.request import Request
 from unisono.runtime.scheduler import NewToken, Scheduler
 from unisono.runtime.worker_group import WorkerGroup
 from unisono.workers.channel import Hub, ProtocolError
-from unisono.workers.protocol import LoadWeights, int32s, int64s
+from unisono.workers.protocol import LoadWeights, int32s
 
 _IDLE_S = 0.25
 """How long an idle engine waits for a request before it looks after its ranks."""
@@ -210,51 +210,47 @@ class Engine:
     def _tell(self) -> None:
         """Pass on what came of the last steps; what are only tokens in one message a client."""
         told, self._news = self._news, []
-        now = time.monotonic()
-        tokens: defaultdict[str, tuple[array[int], array[int]]] = defaultdict(_no_tokens)
+        now, plain = time.monotonic(), defaultdict[str, list[NewToken]](list)
         for news in told:
             request = news.request
-            if request.is_watched or not request.first_token_s:
-                request.first_token_s = request.first_token_s or now - request.arrived_s
-                self._hub.send(request.client, _delta(news))
-            else:
-                request_ids, token_ids = tokens[request.client]
-                request_ids.append(request.request_id)
-                token_ids.append(news.token_id)
-        for client, (request_ids, token_ids) in tokens.items():
+            if not request.is_watched and request.first_token_s:
+                plain[request.client].append(news)
+                continue
+            request.first_token_s = request.first_token_s or now - request.arrived_s
+            self._hub.send(
+                request.client,
+                Delta(
+                    request_id=request.request_id,
+                    token_ids=int32s([news.token_id]),
+                    logprobs=news.logprobs,
+                    prompt_logprobs=take_prompt_logprobs(request),
+                    num_cached_tokens=request.num_cached_tokens,
+                    checksums=None if news.checksum is None else array("q", [news.checksum]),
+                ),
+            )
+        for client, tokens in plain.items():
+            request_ids = array("q", [news.request.request_id for news in tokens])
+            token_ids = int32s([news.token_id for news in tokens])
             self._hub.send(client, Tokens(request_ids=request_ids, token_ids=token_ids))
         for news in told:
             if news.reason is not None:
-                self._hub.send(news.request.client, self._finished(news.request, news.reason, now))
+                self._end(news.request, news.reason, now)
 
-    def _finished(self, request: Request, reason: str, now: float) -> Finished:
-        return Finished(
-            request_id=request.request_id,
-            reason=reason,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_tokens=request.num_answered,
-            first_token_s=request.first_token_s,
-            total_s=now - request.arrived_s,
-            num_cached_tokens=request.num_cached_tokens,
-            num_preemptions=request.num_admissions - 1,
-            drafted=request.drafted,
-            accepted=request.accepted,
-            waited_s=self._waited_s - request.waited_s,
-            num_replays=self._num_replays,
+    def _end(self, request: Request, reason: str, now: float) -> None:
+        self._hub.send(
+            request.client,
+            Finished(
+                request_id=request.request_id,
+                reason=reason,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_tokens=request.num_answered,
+                first_token_s=request.first_token_s,
+                total_s=now - request.arrived_s,
+                num_cached_tokens=request.num_cached_tokens,
+                num_preemptions=request.num_admissions - 1,
+                drafted=request.drafted,
+                accepted=request.accepted,
+                waited_s=self._waited_s - request.waited_s,
+                num_replays=self._num_replays,
+            ),
         )
-
-
-def _no_tokens() -> tuple[array[int], array[int]]:
-    return int64s(), int32s()
-
-
-def _delta(news: NewToken) -> Delta:
-    request = news.request
-    return Delta(
-        request_id=request.request_id,
-        token_ids=int32s([news.token_id]),
-        logprobs=news.logprobs,
-        prompt_logprobs=take_prompt_logprobs(request),
-        num_cached_tokens=request.num_cached_tokens,
-        checksums=None if news.checksum is None else array("q", [news.checksum]),
-    )

@@ -183,8 +183,7 @@ class Scheduler:
             return None
         # Whoever was pre-empted just now would only take the blocks that were needed.
         opened = self._admit() if self.num_preemptions == num_preemptions else []
-        num_drafts = sum([row.drafts for row in rows]) if self._num_drafts else 0
-        rows += self._plan_prompts(self._max_step_tokens - len(rows) - num_drafts)
+        rows += self._plan_prompts(self._max_step_tokens - sum([1 + r.drafts for r in rows]))
         if not rows:
             assert not opened, "requests were admitted and none runs"
             assert self._flights or not self.has_work, "requests wait and nothing runs"
@@ -199,10 +198,9 @@ class Scheduler:
         for row in rows:
             request = row.request
             request.next_start += row.count
+            request.num_drafts += row.drafts
+            request.num_proposed = self._drafts_now
             request.last_step = self._step
-            if self._num_drafts:
-                request.num_drafts += row.drafts
-                request.num_proposed = self._drafts_now
         self._flights.append(flight)
         return step_plan(
             flight, opened, self._running, self._eos_token_ids, num_proposals=self._drafts_now
@@ -245,7 +243,7 @@ class Scheduler:
                 ]
             # A request that has ended meanwhile had its row in vain.
             if request.slot:
-                assert not count or count <= 1 + row.drafts, row
+                assert row.phase is _CHUNK or 1 <= count <= 1 + row.drafts, row
                 news += self._settle(row, tokens[end - count : end], records)
         assert end == len(tokens), f"{len(tokens)} tokens where {end} were due"
         cutter.check_empty()
@@ -370,8 +368,8 @@ class Scheduler:
         request = row.request
         gained = row.count
         if row.drafts:
-            request.num_drafts -= row.drafts
             request.count_drafts(row.drafts, len(tokens) - 1)
+            request.num_drafts -= row.drafts
             request.next_start += len(tokens) - 1
             gained = len(tokens)
         request.num_computed += gained

@@ -121,8 +121,7 @@ class ModelRunner:
 
     def _run_decode(self, decode: DecodeSteps, rows: Rows) -> StepOutput | LateOutput:
         hidden = decode.forward(rows)
-        kinds = [self._slots.sampling.of(slot) for slot in rows.slot]
-        if all(k.is_plain and k.logprobs < 0 and not k.checksums for k in kinds):
+        if self._slots.sampling.want_only_likeliest(rows.slot):
             return LateOutput(decode.tail(rows))
         slots = torch.tensor(rows.slot, dtype=torch.int64).to(hidden.device)
         positions = torch.tensor(rows.start, dtype=torch.int64).to(hidden.device) + 1

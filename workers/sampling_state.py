@@ -49,12 +49,17 @@ class SamplingState:
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._device = device
         self._slots = [SlotSampling()] * (num_slots + 1)
+        self._demanding: set[int] = set()
+        """Slots of which more is wanted than the likeliest token."""
         self._reals = torch.zeros((num_slots + 1, 6), dtype=torch.float64, device=device)
         self._wholes = torch.zeros((num_slots + 1, 4), dtype=torch.int64, device=device)
 
     def open(self, slot: int, sampling: SlotSampling) -> None:
         """Choose the tokens of `slot` by `sampling` from now on."""
         self._slots[slot] = sampling
+        self._demanding.discard(slot)
+        if not sampling.is_plain or sampling.logprobs >= 0 or sampling.checksums:
+            self._demanding.add(slot)
         if sampling.is_plain:
             return
         reals = (
@@ -77,6 +82,10 @@ class SamplingState:
     def of(self, slot: int) -> SlotSampling:
         """How the tokens of `slot` are chosen."""
         return self._slots[slot]
+
+    def want_only_likeliest(self, slots: Sequence[int]) -> bool:
+        """Whether the arg-max of each row is all that is wanted, where row i is of `slots[i]`."""
+        return self._demanding.isdisjoint(slots)
 
     def rows(
         self, slots: Sequence[int], positions: Tensor, token_ids: Tensor

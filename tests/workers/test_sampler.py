@@ -17,7 +17,9 @@ from unisono.ops import dispatch
 from unisono.ops.checksum import row_checksums
 from unisono.ops.comm import Group
 from unisono.workers.protocol import (
+    Rows,
     SlotSampling,
+    int32s,
     logprob_width,
     pack_sampling,
     unpack_sampling,
@@ -109,6 +111,27 @@ def test_only_greedy_rows_run_the_plain_path() -> None:
     assert state.rows([1, 2], torch.tensor([4, 4]), TOKEN_IDS) is None, (
         "a new request forgets the former"
     )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [KINDS[1], SlotSampling(logprobs=0), SlotSampling(checksums=1), SlotSampling(late_ids=(3,))],
+    ids=["drawn", "log-probabilities", "checksums", "late ids"],
+)
+def test_one_row_that_wants_more_than_the_likeliest_is_enough(more: SlotSampling) -> None:
+    state = SamplingState(3, CPU)
+    state.open(1, SlotSampling(prompt_logprobs=0))
+    assert state.want_only_likeliest([0, 1, 3])
+    state.open(2, more)
+    assert not state.want_only_likeliest([1, 2])
+    assert state.want_only_likeliest([1, 3])
+    state.open(2, SlotSampling())
+    assert state.want_only_likeliest([1, 2]), "a new request forgets the former"
+
+
+@pytest.mark.parametrize("phases", [[2, 2], [2, 1], [0, 2], [1]])
+def test_a_step_decodes_only_if_all_of_its_rows_do(phases: list[int]) -> None:
+    assert Rows(slot=int32s(phases), phase=int32s(phases)).decode_only == (set(phases) == {2})
 
 
 @pytest.mark.parametrize("slot", [1, 2, 3], ids=lambda slot: f"kind {slot}")
