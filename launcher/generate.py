@@ -132,7 +132,9 @@ def command(
         started = time.monotonic()
         numerics = numerics_of(ready, prepared.worker)
         text = text_for(engine, tokenizer)
-        with closing(answer_all(engine, text, requests, params, numerics)) as events:
+        whole = len(asked) > 1 or as_json
+        asking = answer_all(engine, text, requests, params, numerics, whole=whole)
+        with closing(asking) as events:
             answers = show(events, asked, console, as_json=as_json)
         seconds = time.monotonic() - started
     card = card_here() if cluster is None else None

@@ -16,6 +16,7 @@ from unisono.runtime.protocol import (
     RequestRejected,
     Reschedule,
     SamplingParams,
+    Tokens,
 )
 from unisono.workers.protocol import int32s
 
@@ -40,7 +41,7 @@ class Channel(Protocol):
         more: bool = False,
     ) -> int: ...
 
-    def poll(self, timeout_s: float) -> Sequence[Delta | Finished | Rejected]: ...
+    def poll(self, timeout_s: float) -> Sequence[Delta | Tokens | Finished | Rejected]: ...
 
     def reschedule(self, limits: Reschedule) -> None: ...
 
@@ -164,6 +165,10 @@ def ask(engine: Channel, asked: Sequence[Asked], marked: int | None = None) -> l
     left = set(answers)
     while left:
         for event in engine.poll(POLL_S):
+            if isinstance(event, Tokens):
+                for request_id, token_id in zip(event.request_ids, event.token_ids, strict=True):
+                    answers[request_id].token_ids.append(token_id)
+                continue
             _take(answers[event.request_id], event)
             if not isinstance(event, Delta):
                 left.discard(event.request_id)

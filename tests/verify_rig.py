@@ -17,7 +17,14 @@ from unisono.launcher.verify_run import Channel
 from unisono.ops.by_reference import with_references
 from unisono.ops.table import Ops
 from unisono.runtime.logprobs import take_prompt_logprobs
-from unisono.runtime.protocol import Delta, Finished, Rejected, Reschedule, SamplingParams
+from unisono.runtime.protocol import (
+    Delta,
+    Finished,
+    Rejected,
+    Reschedule,
+    SamplingParams,
+    Tokens,
+)
 from unisono.runtime.request import Request
 from unisono.runtime.sampling_wire import with_seed
 from unisono.runtime.scheduler import Scheduler
@@ -61,23 +68,26 @@ class RigChannel:
         assert limits.num_blocks <= self._engine._scheduling["num_blocks"]
         self._scheduler.reschedule(limits)
 
-    def poll(self, timeout_s: float) -> list[Delta | Finished | Rejected]:
+    def poll(self, timeout_s: float) -> list[Delta | Tokens | Finished | Rejected]:
         plan = self._scheduler.next_plan()
         assert plan is not None
         output, _ = self._engine.step(plan)
-        events: list[Delta | Finished | Rejected] = []
+        events: list[Delta | Tokens | Finished | Rejected] = []
         for news in self._scheduler.apply(
             output.tokens, output.counts, output.logprobs, output.checksums
         ):
             request = news.request
+            number, token = request.request_id, array("i", [news.token_id])
             events.append(
                 Delta(
-                    request_id=request.request_id,
-                    token_ids=array("i", [news.token_id]),
+                    request_id=number,
+                    token_ids=token,
                     logprobs=news.logprobs,
                     prompt_logprobs=take_prompt_logprobs(request),
                     checksums=None if news.checksum is None else array("q", [news.checksum]),
                 )
+                if request.is_watched or request.num_answered == 1
+                else Tokens(request_ids=array("q", [number]), token_ids=token)
             )
             if news.reason:
                 events.append(
