@@ -51,7 +51,7 @@ class SamplingState:
         self._slots = [SlotSampling()] * (num_slots + 1)
         self._demanding: set[int] = set()
         self._drawing: set[int] = set()
-        """Slots of which more is wanted than the likeliest token."""
+        """Slots that need more than logits and noise, or want more than tokens."""
         self._reals = torch.zeros((num_slots + 1, 6), dtype=torch.float64, device=device)
         self._wholes = torch.zeros((num_slots + 1, 4), dtype=torch.int64, device=device)
 
@@ -88,7 +88,7 @@ class SamplingState:
         return self._slots[slot]
 
     def want_only_tokens(self, slots: Sequence[int]) -> bool:
-        """Whether logits and noise are all that rows of these slots need, and tokens all they want."""
+        """Whether rows of these slots need logits and noise alone, and want tokens alone."""
         return self._demanding.isdisjoint(slots)
 
     def draw(self, slots: Sequence[int]) -> bool:
