@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from unisono.launcher.graph_options import why_no_graphs
 from unisono.launcher.options import option_spec
 from unisono.launcher.verify_compare import ORACLE
 from unisono.launcher.verify_plan import AXES
@@ -75,11 +76,7 @@ def with_defaults(choices: Choices, worker: WorkerConfig) -> Choices:
 
     Raises ConfigError where graphs were asked for and cannot be.
     """
-    why = ""
-    if worker.device != "cuda":
-        why = f"{worker.device} has no graphs; choose off, or --device cuda where there is a GPU"
-    elif worker.attn != "triton":
-        why = f"with --attn {worker.attn} nothing is captured; choose off, or --attn auto or triton"
+    why = why_no_graphs(worker, "choose off")
     values = dict(choices.values)
     if "graphs" in choices.unasked and not why:
         values["graphs"] = (False, True)

@@ -104,7 +104,9 @@ def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
         )
     num_blocks = min(report.num_blocks for report in loaded.values())
     num_states = min(report.num_states for report in loaded.values())
+    workers.on_progress = partial(_tell, clients)
     workers.allocate(num_blocks, num_states)
+    workers.on_progress = lambda news: None  # clients hear of orders by their answers
     worker = config.worker
     max_requests = _requests_at_a_time(worker, num_states, loaded)
     scheduler = Scheduler(
@@ -132,6 +134,7 @@ def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
             num_states=num_states,
             state_bytes=max(report.state_bytes for report in loaded.values()),
             max_requests=max_requests,
+            graph_bytes=max(report.graph_bytes for report in loaded.values()),
         ),
     )
     gc.freeze()  # nothing made at start-up is looked at again by the collector
@@ -158,11 +161,15 @@ def _requests_at_a_time(worker: WorkerConfig, num_states: int, loaded: dict[int,
 def _bring_up(clients: Hub, workers: WorkerGroup) -> dict[int, Loaded]:
     for news in workers.wait_loaded():
         match news:
-            case Progress(rank=rank, phase=phase, done=done, total=total):
-                clients.send(CLIENT, Starting(rank=rank, phase=phase, done=done, total=total))
+            case Progress():
+                _tell(clients, news)
             case _:
                 return news
     raise AssertionError("wait_loaded ends with what was loaded")
+
+
+def _tell(clients: Hub, news: Progress) -> None:
+    clients.send(CLIENT, Starting(**{name: getattr(news, name) for name in Starting.__slots__}))
 
 
 def _report(error: Exception, orders: RuntimeOrders, clients: Hub, workers: WorkerGroup) -> None:

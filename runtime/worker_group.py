@@ -63,6 +63,8 @@ class WorkerGroup:
         """Called again and again while ranks are awaited that say nothing."""
         self.on_seen: Callable[[StepsSeen], None] = lambda seen: None
         """Called with what ranks have seen of steps that they were told to watch."""
+        self.on_progress: Callable[[Progress], None] = lambda news: None
+        """Called with where ranks are while they obey an order."""
         self._hellos: dict[int, Hello] = {}
         self.allocated = Allocate(num_blocks=0)
         """What the ranks were last told to take."""
@@ -181,8 +183,8 @@ class WorkerGroup:
             match self._next():
                 case Ready(rank=rank, error=error):
                     answers[rank] = error
-                case Progress():
-                    pass
+                case Progress() as news:
+                    self.on_progress(news)
                 case other:
                     told = type(order).__name__
                     raise ProtocolError(f"{type(other).__name__} from a rank told to {told}")

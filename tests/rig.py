@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from unisono.launcher.graph_options import buckets_up_to
 from unisono.models.config import ModelConfig
 from unisono.models.config_reader import read_model_config
 from unisono.models.interface import Build, ForwardBatch, Model
@@ -140,6 +141,7 @@ class LocalEngine:
         overlay: str = "",
         device: torch.device = CPU,
         graphs: bool = False,
+        graph_buckets: Sequence[int] = (),
         max_in_flight: int = 2,
         attn: str = "auto",
         ops_of: Callable[[int, Ops], Ops] = lambda rank, ops: ops,
@@ -157,6 +159,7 @@ class LocalEngine:
         self._num_drafts, self.policy_of = num_drafts, policy_of
         self.max_model_len = max_model_len
         self._path = "" if isinstance(model, ModelConfig) else str(model)
+        self.graph_buckets = tuple(graph_buckets or buckets_up_to(max_requests))
         self._dtype, self._device, self._graphs = torch_dtype(dtype), device, graphs
         self._scheduling: dict[str, Any] = {
             "num_blocks": num_blocks,
@@ -345,6 +348,7 @@ class LocalEngine:
             )
             decode = DecodeSteps(
                 *(model, cache, slots, sampler, pool, buffers, shape, windows),
+                self.graph_buckets,
                 states,
             )
         speculator = None

@@ -8,7 +8,8 @@ the slots: tokens and positions come out of the slot table, and go back into it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from unisono.workers.step_buffers import Result, StepBuffers
 
 
 class DecodeSteps:
-    """Runs decode steps of up to `buffers.max_rows` rows."""
+    """Runs decode steps of up to `buffers.max_rows` rows; `buckets` are the heights of graphs."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class DecodeSteps:
         buffers: StepBuffers,
         shape: AttentionShape,
         windows: Iterable[int],
+        buckets: Sequence[int],
         states: StatePool | None = None,
     ) -> None:
         # Triton is loaded where there is a GPU only.
@@ -48,7 +50,7 @@ class DecodeSteps:
         self._model, self._cache, self._slots = model, cache, slots
         self._sampler, self._graphs, self._buffers = sampler, graphs, buffers
         self._shape, self._windows = shape, tuple(sorted(set(windows)))
-        self._states = states
+        self._buckets, self._states = buckets, states
 
     def serves(self, rows: Rows) -> bool:
         """Whether every row decodes, and there are not too many."""
@@ -56,18 +58,23 @@ class DecodeSteps:
 
     def forward(self, rows: Rows) -> Tensor:
         """Run the model; return the hidden states [rows, width], good until the next step."""
-        height = height_of(len(rows), self._buffers.max_rows)
+        height = height_of(len(rows), self._buckets)
         # A power of two, so that a request that grows does not want a graph of its own again.
         num_splits = 1 << (max(rows.start) // self._attention.SPLIT).bit_length()
         self._buffers.give_slots(rows.slot, height)
-        self._graphs.run("forward", (height, num_splits), lambda: self._forward(height, num_splits))
+        key, eager = (height, num_splits), self._why_eager(height)
+        self._graphs.run("forward", key, lambda: self._forward(*key), eager)
         return self._buffers.hidden[: len(rows)]
 
     def tail(self, rows: Rows) -> Result:
         """Choose the likeliest token of each row and append it to its slot."""
-        height = height_of(len(rows), self._buffers.max_rows)
-        tokens = self._graphs.run("tail", height, lambda: self._tail(height))
+        height = height_of(len(rows), self._buckets)
+        eager = self._why_eager(height)
+        tokens = self._graphs.run("tail", height, lambda: self._tail(height), eager)
         return self._buffers.take_result(tokens[: len(rows)])
+
+    def _why_eager(self, height: int) -> str:
+        return "" if height <= self._buckets[-1] else "more rows than graph buckets"
 
     def _forward(self, height: int, num_splits: int) -> None:
         buffers, slots = self._buffers, self._slots
@@ -112,11 +119,10 @@ class DecodeSteps:
         )
 
 
-def height_of(num_rows: int, max_rows: int) -> int:
-    """The height of the graph that serves `num_rows`: 1, 2, 4, 8, then multiples of 8, 16, 32."""
-    if num_rows <= 8:
-        height = 1 << (num_rows - 1).bit_length()
-    else:
-        step = 8 if num_rows <= 32 else 16 if num_rows <= 128 else 32
-        height = -(-num_rows // step) * step
-    return min(height, max_rows)
+def height_of(num_rows: int, buckets: Sequence[int]) -> int:
+    """The height of a step of `num_rows`: the least of the ascending `buckets` that holds them.
+
+    Where none does there is no graph, and nothing to pad for.
+    """
+    place = bisect_left(buckets, num_rows)
+    return buckets[place] if place < len(buckets) else num_rows
