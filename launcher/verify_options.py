@@ -17,6 +17,8 @@ from unisono.workers.config import BLOCK_SIZE, WorkerConfig
 
 T = TypeVar("T")
 NUM_PROMPTS = 8
+LEAST_TOKENS = 8
+"""Of an answer that can be interrupted: some come while an order is on its way."""
 DRAFTS = "3"
 """What --speculate adds unless the user says, where the model has a layer that drafts."""
 
@@ -49,6 +51,8 @@ def read_choices(given: Mapping[str, Any]) -> Choices:
         "pre_empt": lambda text: _switch("--pre-empt", text),
         "graphs": lambda text: _switch("--graphs", text),
         "speculate": option_spec("speculate").parse,
+        "sleep": lambda text: _switch("--sleep", text),
+        "reload": lambda text: _switch("--reload", text),
     }
     values = {}
     for axis in AXES:
@@ -72,9 +76,10 @@ def read_choices(given: Mapping[str, Any]) -> Choices:
 
 
 def with_defaults(choices: Choices, worker: WorkerConfig) -> Choices:
-    """The same once it is known what computes: graphs and drafts are tried where there are any.
+    """The same once it is known what computes: graphs and drafts are tried where there are any,
+    and interruptions where answers are long enough.
 
-    Raises ConfigError where graphs were asked for and cannot be.
+    Raises ConfigError where one was asked for and cannot be.
     """
     why = why_no_graphs(worker, "choose off")
     values = dict(choices.values)
@@ -82,6 +87,14 @@ def with_defaults(choices: Choices, worker: WorkerConfig) -> Choices:
         values["graphs"] = (False, True)
     if "speculate" in choices.unasked and worker.model.num_mtp_layers:
         values["speculate"] = ("off", DRAFTS)
+    for axis in ("sleep", "reload"):
+        if choices.max_tokens < LEAST_TOKENS and True in values[axis]:
+            raise ConfigError(
+                f"--{axis} on: answers of --max-tokens {choices.max_tokens} have ended before the "
+                f"engine hears of it; choose off, or at least {LEAST_TOKENS} tokens"
+            )
+        if axis in choices.unasked and choices.max_tokens >= LEAST_TOKENS:
+            values[axis] = (False, True)
     if why and True in values["graphs"]:
         raise ConfigError(f"--graphs on: {why}")
     return replace(choices, values=values)

@@ -109,6 +109,7 @@ class Rank:
     states: StatePool | None
     runner: ModelRunner
     pool: GraphPool
+    build: Build
     logits: list[Tensor] = field(default_factory=list)
 
 
@@ -325,7 +326,8 @@ class LocalEngine:
         ops = self.ops_of(group.rank, ops)
         tracer = self.tracer_of(group.rank)
         tap = None if tracer is None else tracer.tap
-        model = self._load(Build(ops, group, self._dtype, device, tap=tap))
+        build = Build(ops, group, self._dtype, device, tap=tap)
+        model = self._load(build, self._path)
         mine = (self.partition, group.rank, self._dtype)
         cache = KVCache(*mine, device)
         cache.allocate(self._scheduling["num_blocks"])
@@ -356,14 +358,46 @@ class LocalEngine:
             speculator = Speculator(model, ops, slots, builder, sampler)
         owned = (cache, slots, builder, sampler, pool, decode, tracer, states, speculator)
         runner = ModelRunner(model, *owned)
-        rank = Rank(group, ops, model, cache, states, runner, pool)
+        rank = Rank(group, ops, model, cache, states, runner, pool, build)
         model.logits = lambda hidden: _kept(rank, model.head(hidden))
         return rank
 
-    def _load(self, build: Build) -> Model:
+    def sleep(self) -> None:
+        """Give back what requests wrote, on every rank; graphs of it go first."""
+        for rank in self.ranks:
+            rank.pool.drop()
+            for owner in (rank.cache, rank.states):
+                if owner is not None:
+                    owner.release()
+
+    @torch.inference_mode()
+    def wake(self) -> None:
+        """Take that memory again, with what nobody may read in it: NaN as keys, others' states."""
+        for rank in self.ranks:
+            rank.cache.allocate(self._scheduling["num_blocks"])
+            for layer in rank.cache.layers:
+                layer.k[1:], layer.v[1:] = torch.nan, torch.nan
+            if rank.states is not None:
+                rank.states.allocate(self._scheduling["num_states"])
+                for tensor in rank.states._tensors:
+                    tensor[:, 1:] = 7.0
+
+    def reload(self, path: Path | None = None) -> None:
+        """Take the weights of `path`, or the same again, on every rank."""
+
+        @torch.inference_mode()
+        def run(rank: Rank) -> None:
+            rank.pool.drop()
+            kept = rank.model.logits
+            rank.model.__dict__ = dict(self._load(rank.build, str(path or self._path)).__dict__)
+            rank.model.logits = kept
+
+        self._everywhere(run)
+
+    def _load(self, build: Build, path: str) -> Model:
         model = model_class(self.config.family)(build, self.partition, self.max_model_len)
         specs = list(self.partition.weights(build.group.rank))
-        with open_weights(self._path, self._load_format, self._overlay, self._dtype) as source:
+        with open_weights(path, self._load_format, self._overlay, self._dtype) as source:
             fill_weights(specs, model.targets(), source, lambda done, total: None)
         model.pack()
         return model

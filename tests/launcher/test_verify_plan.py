@@ -37,6 +37,8 @@ GIVEN: dict[str, Any] = {
     "pre_empt": "off",
     "graphs": None,
     "speculate": None,
+    "sleep": "off",
+    "reload": "off",
     "against": None,
     "seeded": False,
     "full": False,
@@ -51,6 +53,8 @@ VALUES = {
     "pre_empt": (False, True),
     "graphs": (False,),
     "speculate": ("off",),
+    "sleep": (False,),
+    "reload": (False,),
 }
 NOTHING = Reach(
     longest_prompt=0, num_cached_tokens=0, num_preemptions=0, num_replays=0, num_drafted=0
@@ -196,6 +200,8 @@ def test_options_become_values_with_the_plain_one_among_them() -> None:
         "pre_empt": (False,),
         "graphs": (False,),
         "speculate": ("off",),
+        "sleep": (False,),
+        "reload": (False,),
     }
     assert (choices.tps, choices.num_prompts) == ((2, 1), 3)
 
