@@ -74,7 +74,7 @@ OPTIONS = (
 @click.option(
     "--sleep",
     metavar="on,off",
-    help="Sleep, and wake, amid answers.  [default: on,off from 8 --max-tokens on, else off]",
+    help="Sleep, and wake, amid answers.  [default: on,off from --max-tokens 16 on, else off]",
 )
 @click.option(
     "--reload",

@@ -17,8 +17,8 @@ from unisono.workers.config import BLOCK_SIZE, WorkerConfig
 
 T = TypeVar("T")
 NUM_PROMPTS = 8
-LEAST_TOKENS = 8
-"""Of an answer that can be interrupted: some come while an order is on its way."""
+LEAST_TOKENS = 16
+"""Of an answer that can be interrupted three times: some come while an order is on its way."""
 DRAFTS = "3"
 """What --speculate adds unless the user says, where the model has a layer that drafts."""
 

@@ -200,7 +200,7 @@ AXES = (
         show=lambda value: "sleep",
         missed=_missed_sleep,
         needs={"batch": INTERRUPTED_BATCH},
-        orders=lambda again: ((Sleep(level=1), Wake()), (Sleep(level=2), Wake())),
+        orders=lambda again: ((Sleep(level=2), Wake()), (Sleep(level=1), Wake())),
     ),
     Axis(
         name="reload",
