@@ -89,7 +89,8 @@ def _remove(directory: Path) -> None:
 
 
 def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
-    loaded = _bring_up(clients, workers)
+    workers.on_progress = partial(_tell, clients)
+    loaded = workers.wait_loaded()
     for rank, report in sorted(loaded.items()):
         log.info(
             "rank %d: %.1f MiB of weights, %.1f MiB for a step, offers %d KV blocks of %.2f MiB "
@@ -104,9 +105,8 @@ def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
         )
     num_blocks = min(report.num_blocks for report in loaded.values())
     num_states = min(report.num_states for report in loaded.values())
-    workers.on_progress = partial(_tell, clients)
     workers.allocate(num_blocks, num_states)
-    workers.on_progress = lambda news: None  # clients hear of orders by their answers
+    workers.on_progress = lambda news: None  # of orders clients hear by their answers
     worker = config.worker
     max_requests = _requests_at_a_time(worker, num_states, loaded)
     scheduler = Scheduler(
@@ -156,16 +156,6 @@ def _requests_at_a_time(worker: WorkerConfig, num_states: int, loaded: dict[int,
         "choose --state-dtype bfloat16",
     )
     return num_states
-
-
-def _bring_up(clients: Hub, workers: WorkerGroup) -> dict[int, Loaded]:
-    for news in workers.wait_loaded():
-        match news:
-            case Progress():
-                _tell(clients, news)
-            case _:
-                return news
-    raise AssertionError("wait_loaded ends with what was loaded")
 
 
 def _tell(clients: Hub, news: Progress) -> None:

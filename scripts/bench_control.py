@@ -133,8 +133,7 @@ def engine(ranks: int) -> Iterator[tuple[WorkerGroup, Hub]]:
             for child in children:
                 child.start()
             workers = WorkerGroup(hub, ranks)
-            for _ in workers.wait_loaded():
-                pass
+            workers.wait_loaded()
             workers.allocate(1)
             try:
                 yield workers, hub
