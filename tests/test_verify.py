@@ -264,7 +264,9 @@ def test_an_interruption_that_comes_too_late_counts_as_not_reached(
     checkpoint: Callable[[str], Path],
 ) -> None:
     settings = [PLAIN, replace(PLAIN, batch=4, sleep=True), replace(PLAIN, batch=4, reload=True)]
-    verdicts = judged(task(checkpoint("llama"), settings, max_tokens=1), opener(checkpoint("llama")))
+    verdicts = judged(
+        task(checkpoint("llama"), settings, max_tokens=1), opener(checkpoint("llama"))
+    )
     assert [verdict.note for verdict in verdicts] == [
         "",
         "not reached: nobody was answered when the engine slept",

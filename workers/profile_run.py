@@ -111,9 +111,7 @@ def capture_graphs(
     graphs.num_replays = num_replays
 
 
-def capture_steps(
-    buckets: tuple[int, ...], max_model_len: int, split: int
-) -> Iterator[StepPlan]:
+def capture_steps(buckets: tuple[int, ...], max_model_len: int, split: int) -> Iterator[StepPlan]:
     """Steps of decoding on scratch, one for each graph of start-up, the largest first.
 
     Largest first: then each finds the memory that it needs among what the others have left. They

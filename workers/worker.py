@@ -258,8 +258,9 @@ class Worker:
         windows = {config.model.window_of(layer) for layer in range(config.model.num_layers)}
         sampler = Sampler(ops, self._group, partition, config.num_token_ids)
         on_host = NEED_THE_HOST & {*config.reference_ops}
-        off = "references" if on_host else "" if config.attn == "triton" else f"--attn {config.attn}"
-        off = "--no-graphs" if config.no_graphs else off
+        off = "references" if on_host else ""
+        if config.no_graphs or config.attn != "triton":
+            off = "--no-graphs" if config.no_graphs else f"--attn {config.attn}"
         owners = (self._cache, self._states, slots, self._weights)
         owners_there = [owner for owner in owners if owner is not None]
         self._graphs = GraphPool(self._device, self._group, owners_there, off)

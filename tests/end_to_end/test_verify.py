@@ -117,7 +117,7 @@ def test_weights_that_are_others_when_they_are_loaded_again_are_found(
     }
     env = plant(tmp_path, None, patches)
     other = {"sleep": "--reload", "reload": "--sleep"}[axis]
-    out, err = run("verify", model(tmp_path), *ALONE, *LONGER, other, "off", env=env, code=1)
+    out, _ = run("verify", model(tmp_path), *ALONE, *LONGER, other, "off", env=env, code=1)
     plain, bad = json.loads(out)["settings"]
     assert (plain["ok"], bad["ok"], bad["note"]) == (True, False, "")
     assert bad["first"]["token"] > 0
