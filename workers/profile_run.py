@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,6 +22,7 @@ GRAPH_BYTES = 1 << 30
 """Kept free for CUDA graphs that are captured when they are wanted: their pool holds the
 activations of one decode step, and each graph some MB of launches. It also covers the context of
 CUDA, which cannot be told from what other processes hold."""
+log = logging.getLogger(__name__)
 _TOP = 20
 """Most likeliest ids that log-probabilities come with."""
 
@@ -102,13 +105,14 @@ def capture_graphs(
     """
     from unisono.ops.kernels.attention import SPLIT  # needs Triton
 
-    num_replays = graphs.num_replays
+    began, num_replays = time.perf_counter(), graphs.num_replays
     plans = list(capture_steps(config.graph_buckets, config.max_model_len, SPLIT))
     for number, plan in enumerate(plans, start=1):
         enter(f"capture graphs, {number} of {len(plans)}")
         runner.step(plan)
     # Nobody asked for these.
     graphs.num_replays = num_replays
+    log.info("graphs of %d steps: %.1f s", len(plans), time.perf_counter() - began)
 
 
 def capture_steps(buckets: tuple[int, ...], max_model_len: int, split: int) -> Iterator[StepPlan]:
