@@ -60,7 +60,8 @@ def measure_budget(
         total=total,
         free=left,
         weights=max(free - left, 0),
-        activations=activations + GRAPH_BYTES + graph_bytes,
+        activations=activations,
+        graphs=GRAPH_BYTES + graph_bytes,
         utilization=config.memory_utilization,
     )
     return activations, graph_bytes, budget

@@ -221,6 +221,27 @@ def test_memory_that_was_taken_anew_has_graphs_of_its_own(model: Path) -> None:
         del held
 
 
+def test_other_weights_answer_as_a_fresh_engine_with_them(model: Path, tmp_path: Path) -> None:
+    """B25: graphs of 1, 2 and 4 rows were captured with the old ones. Then the old ones again."""
+    name = max((name for name in MODELS if model.name.startswith(name)), key=len)
+    write_checkpoint(name, tmp_path, 1)
+    options = {"dtype": "bfloat16", "device": GPU, "max_requests": 4}
+    prompts = prompts_for(model, 7)
+
+    def answers(engine: LocalEngine) -> list[list[int]]:
+        groups = (prompts[:1], prompts[1:3], prompts[3:])
+        return [answer.token_ids for part in groups for answer in engine.generate(part, 20)]
+
+    want, other = answers(LocalEngine(model, **options)), answers(LocalEngine(tmp_path, **options))
+    assert want != other
+    engine = LocalEngine(model, graphs=True, **options)
+    assert [answers(engine) for _ in range(2)] == [want] * 2
+    for path, expected in ((tmp_path, other), (model, want)):
+        engine.reload(path)
+        assert [answers(engine) for _ in range(2)] == [expected] * 2
+    assert {key for piece, key in engine.ranks[0].pool._graphs if piece == "tail"} == {1, 2, 4}
+
+
 def live_bytes(rank: Rank) -> list[torch.Tensor]:
     """What belongs to somebody: all but slot 0, block 0 and state 0."""
     table = rank.runner._slots
