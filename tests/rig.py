@@ -327,7 +327,7 @@ class LocalEngine:
         tracer = self.tracer_of(group.rank)
         tap = None if tracer is None else tracer.tap
         build = Build(ops, group, self._dtype, device, tap=tap)
-        model = self._load(build, self._path)
+        model = self._load(build)
         mine = (self.partition, group.rank, self._dtype)
         cache = KVCache(*mine, device)
         cache.allocate(self._scheduling["num_blocks"])
@@ -389,15 +389,17 @@ class LocalEngine:
         def run(rank: Rank) -> None:
             rank.pool.drop()
             kept = rank.model.logits
-            rank.model.__dict__ = dict(self._load(rank.build, str(path or self._path)).__dict__)
+            fresh = self._load(rank.build, path)
+            rank.model.__dict__ = dict(fresh.__dict__)
             rank.model.logits = kept
 
         self._everywhere(run)
 
-    def _load(self, build: Build, path: str) -> Model:
+    def _load(self, build: Build, path: Path | None = None) -> Model:
         model = model_class(self.config.family)(build, self.partition, self.max_model_len)
         specs = list(self.partition.weights(build.group.rank))
-        with open_weights(path, self._load_format, self._overlay, self._dtype) as source:
+        where = str(path or self._path)
+        with open_weights(where, self._load_format, self._overlay, self._dtype) as source:
             fill_weights(specs, model.targets(), source, lambda done, total: None)
         model.pack()
         return model
