@@ -134,10 +134,18 @@ def compare_options(command: Command) -> Command:
 
 
 def is_wanted(values: Mapping[str, Any]) -> bool:
-    """Whether the command is to compare. Raises ConfigError for pairs of nothing."""
+    """Whether the command is to compare.
+
+    Raises ConfigError for pairs of nothing, and for a file that every run would write anew.
+    """
     wanted = values["compare"] is not None or values["compare_checkout"] is not None
     if values["pairs"] is not None and not wanted:
         raise ConfigError(f"--pairs {values['pairs']}: needs --compare or --compare-checkout")
+    if values["trace"] is not None and wanted:
+        raise ConfigError(
+            f"--trace {values['trace']}: every run would write it anew; trace one without "
+            "--compare, or those of B, of which the last stays: --compare '--trace FILE'"
+        )
     return wanted
 
 

@@ -17,6 +17,7 @@ from unisono.launcher.console import Console
 from unisono.launcher.engine_client import Engine
 from unisono.launcher.host_report import cpu_model
 from unisono.launcher.resolve import Prepared, prepare
+from unisono.launcher.timed import TimedEngine
 from unisono.models.config import ConfigError
 from unisono.models.partition import ModelPartition
 from unisono.runtime.protocol import (
@@ -44,6 +45,7 @@ OPTIONS = (
     "log_level",
     "start_timeout_s",
     "stop_grace_s",
+    "trace",
 )
 """Of the engine. What a workload decides by itself, such as lengths and slots, is no option."""
 
@@ -106,7 +108,7 @@ def started(prepared: Prepared) -> Iterator[tuple[Engine, EngineReady]]:
         level=prepared.launch.log_level.upper(),
         format="%(asctime)s launcher %(levelname)s %(message)s",
     )
-    with Engine(prepared.launch) as engine:
+    with (TimedEngine if prepared.launch.trace else Engine)(prepared.launch) as engine:
         with Console().loading() as progress:
             ready = engine.start(progress)
         yield engine, ready
@@ -152,6 +154,7 @@ def describe(prepared: Prepared, model: str, requests: str) -> dict[str, Any]:
         "graphs": worker.device == "cuda" and not worker.no_graphs,
         "max_step_tokens": prepared.launch.runtime.max_step_tokens,
         "cpu": cpu_model(),
+        "traced": bool(prepared.launch.trace),
     }
 
 

@@ -73,6 +73,7 @@ def command(model: str, system: str | None, stats: bool, **options: Any) -> int:
     """
     from unisono.launcher.engine_client import Engine
     from unisono.launcher.resolve import prepare, with_tokenizer
+    from unisono.launcher.timed import TimedEngine, text_for
     from unisono.launcher.tokenizer import Tokenizer
 
     _refuse_cluster()
@@ -93,10 +94,11 @@ def command(model: str, system: str | None, stats: bool, **options: Any) -> int:
     conversation = Conversation(tokenizer, prepared.worker, params.max_tokens)
     conversation.set_system(system)
     launch = with_tokenizer(prepared.launch, tokenizer.size, tokenizer.eos_ids)
-    with Engine(launch) as engine:
+    with (TimedEngine if launch.trace else Engine)(launch) as engine:
         with console.loading() as progress:
             ready = engine.start(progress)
-        answering = Answering(engine, tokenizer, numerics_of(ready, prepared.worker))
+        text = text_for(engine, tokenizer)
+        answering = Answering(engine, text, numerics_of(ready, prepared.worker))
         shows_speed = stats or console.is_watched
         chat = Chat(conversation, answering, params, console, ready if shows_speed else None)
         chat.run()

@@ -23,3 +23,6 @@ class LaunchConfig:
     flight_dir: str = ""
     """Where the last steps are written if the engine fails, for `unisono replay`; otherwise in the
     user's own directory for such files."""
+    trace: str = ""
+    """Write what every process did and when to this file, for ui.perfetto.dev or
+    chrome://tracing."""

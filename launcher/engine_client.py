@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Self, TypeVar
 
 from unisono.launcher.cluster import ClusterFacts
@@ -261,6 +262,7 @@ class Engine:
             self._supervisor = Supervisor(specs, self._config.stop_grace_s)
             self._resources.callback(self._supervisor.stop)
             directory.create()
+            self._created(directory.path)
             self._supervisor.start()
         self._peer = Peer(
             wiring.client_endpoint,
@@ -269,6 +271,9 @@ class Engine:
             wiring.session,
         )
         self._resources.callback(self._peer.close)
+
+    def _created(self, directory: Path) -> None:
+        """The private `directory` is there, and no process of the engine."""
 
     def _receive(self, timeout_s: float) -> list[object]:
         """Return all that has arrived but failures, which are put aside."""

@@ -66,7 +66,7 @@ def ppl(
     Of each window only tokens that no earlier one held count; the first token of the text never
     does. The number does not depend on how many windows are computed together.
     """
-    from unisono.launcher import perplexity
+    from unisono.launcher import perplexity, timed
     from unisono.launcher.cluster import detect_cluster
 
     cluster = detect_cluster(os.environ)
@@ -90,7 +90,8 @@ def ppl(
     tokenizer = Tokenizer.load(prepared.source)
     token_ids = _encoded(text, text_file, tokenizer, prepared.worker)
     windows = list(perplexity.sliding_windows(len(token_ids), width, step))
-    with Engine(with_tokenizer(prepared.launch, tokenizer.size, tokenizer.eos_ids), cluster) as e:
+    kind = timed.TimedEngine if prepared.launch.trace else Engine
+    with kind(with_tokenizer(prepared.launch, tokenizer.size, tokenizer.eos_ids), cluster) as e:
         with console.loading() as progress:
             ready = e.start(progress)
         started = time.monotonic()

@@ -106,6 +106,7 @@ def command(
 
     from unisono.launcher.engine_client import Engine
     from unisono.launcher.resolve import prepare, with_tokenizer
+    from unisono.launcher.timed import TimedEngine, text_for
     from unisono.launcher.tokenizer import Tokenizer
 
     with console.fetching() as fetched:
@@ -124,14 +125,15 @@ def command(
     requests = tokenize_prompts(asked, tokenizer, raw=raw, system=system, priority=priority or 0)
     check_prompts(requests, prepared.worker)
     launch = with_tokenizer(prepared.launch, tokenizer.size, tokenizer.eos_ids)
-    with Engine(launch, cluster) as engine:
+    with (TimedEngine if launch.trace else Engine)(launch, cluster) as engine:
         with console.loading() as progress:
             ready = engine.start(progress)
         if console.is_watched:
             console.note(ready_line(ready, prepared.worker.tp))
         started = time.monotonic()
         numerics = numerics_of(ready, prepared.worker)
-        with closing(answer_all(engine, tokenizer, requests, params, numerics)) as events:
+        text = text_for(engine, tokenizer)
+        with closing(answer_all(engine, text, requests, params, numerics)) as events:
             answers = show(events, asked, console, as_json=as_json)
         seconds = time.monotonic() - started
     card = card_here() if cluster is None else None

@@ -47,6 +47,7 @@ from unisono.launcher.ids_only import IdsOnly, check_text_params
 from unisono.launcher.options import check_sampling_params, option_spec
 from unisono.launcher.reload import reload_order
 from unisono.launcher.resolve import prepare, with_tokenizer
+from unisono.launcher.timed import TimedEngine, text_for
 from unisono.launcher.tokenizer import Tokenizer
 from unisono.models.config import ConfigError
 from unisono.models.headers import CheckpointError
@@ -72,9 +73,10 @@ class LLM:
     Options are those of `unisono generate`, by field name: tp, dtype, device, attn, numerics,
     load_format, overlay, max_model_len, max_requests, kv_tokens, memory_utilization, state_slots,
     state_dtype, speculate, max_step_tokens, no_prefix_cache, no_graphs, graph_buckets, capture,
-    log_level, start_timeout_s, stop_grace_s, flight_dir; others are refused. The constructor checks
-    everything a user can get wrong and raises ConfigError; the ranks start with the `with` block,
-    or with the first prompt.
+    log_level, start_timeout_s, stop_grace_s, flight_dir, trace; others are refused. The constructor
+    checks everything a user can get wrong and raises ConfigError; the ranks start with the `with`
+    block, or with the first prompt. The file of `trace` is written when they stop, and written anew
+    where they are started again.
 
     Safe to use from several threads and coroutines at a time: the engine is driven by a thread of
     its own, which batches all that is asked, and no answer depends on what else runs. `close` ends
@@ -345,7 +347,7 @@ class LLM:
     def _started(self) -> EngineThread:
         with self._lock:
             if self._engine is None:
-                engine = Engine(self._config)
+                engine = (TimedEngine if self._config.trace else Engine)(self._config)
                 engine.__enter__()
                 # A script may end, or drop its LLM, without closing it.
                 self._end = weakref.finalize(self, engine.close)
@@ -355,7 +357,7 @@ class LLM:
                     self.close()
                     raise
                 numerics = numerics_of(ready, self._config.runtime.worker)
-                self._engine = EngineThread(engine, self._tokenizer, numerics)
+                self._engine = EngineThread(engine, text_for(engine, self._tokenizer), numerics)
                 self._end.detach()
                 self._end = weakref.finalize(self, self._engine.close)
             return self._engine

@@ -50,6 +50,7 @@ LAUNCH_OPTIONS = (
     "start_timeout_s",
     "stop_grace_s",
     "flight_dir",
+    "trace",
 )
 """Fields of the three nested configs; `LLM` and `unisono generate` take all of them."""
 SAMPLING_OPTIONS = (
@@ -164,6 +165,8 @@ class OptionSpec:
             return "DIR"
         if self._is_ids:
             return "ID,ID,..."
+        if self.name == "trace":
+            return "FILE"
         return "SECONDS" if self._is_time else METAVARS[self.kind] + "|auto" * self.zero_is_auto
 
     @property

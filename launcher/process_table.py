@@ -144,6 +144,7 @@ def _runtime_orders(config: LaunchConfig, wiring: Wiring) -> RuntimeOrders:
         log_level=config.log_level,
         worker_fd=wiring.worker_fd,
         curve=wiring.curve,
+        timeline_dir=wiring.private_dir if config.trace else "",
     )
 
 
@@ -158,4 +159,5 @@ def _worker_orders(config: LaunchConfig, wiring: Wiring, rank: int, threads: int
         log_level=config.log_level,
         threads=threads,
         curve=None if wiring.curve is None else wiring.curve.public_only(),
+        timeline_dir=wiring.private_dir if config.trace else "",
     )

@@ -20,6 +20,7 @@ from unisono.launcher.config import LaunchConfig
 from unisono.launcher.graph_options import resolve_graphs
 from unisono.launcher.model_source import ModelSource, read_source_config, resolve_model
 from unisono.launcher.options import make_launch_config
+from unisono.launcher.timeline_file import check_trace
 from unisono.models.config import (
     ConfigError,
     ModelConfig,
@@ -86,6 +87,8 @@ def prepare(
     source = resolve_model(model_name, on_progress)
     model = read_source_config(source, options.get("load_format", "auto"))
     launch = resolve_config(options, str(source.path), model, host_facts(environ), cluster)
+    if "trace" in options:
+        launch = replace(launch, trace=check_trace(launch.trace))
     if launch.runtime.worker.load_format != "random":
         worker = launch.runtime.worker
         drafts = worker.num_drafts > 0

@@ -295,8 +295,7 @@ def _choosing(vocabulary: int, rows: int) -> Iterator[Case]:
         return [partial(torch.argmax, logits(at), -1)]
 
     def noisy(at: Inputs, ops: Ops) -> list[Call]:
-        fused = _fused(at.device, ops).noisy_argmax_keys
-        return [partial(fused, logits(at), *_draws(at, rows), 0, vocabulary)]
+        return [partial(ops.noisy_argmax_keys, logits(at), *_draws(at, rows), 0, vocabulary)]
 
     def unpack(at: Inputs, ops: Ops) -> list[Call]:
         return [partial(ops.unpack_keys, ops.argmax_keys(logits(at), 0, vocabulary))]
@@ -365,27 +364,15 @@ class _Fused:
 
     ordered_sum: Callable[[Tensor], Tensor]
     ordered_sum_add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
-    noisy_argmax_keys: Callable[..., Tensor]
 
 
 def _fused(device: torch.device, ops: Ops) -> _Fused:
     if device.type == "cuda":
-        from unisono.ops.kernels import gumbel, norm, reduce
+        from unisono.ops.kernels import norm, reduce
 
-        return _Fused(reduce.ordered_sum, norm.ordered_sum_add_rms_norm, gumbel.noisy_argmax_keys)
+        return _Fused(reduce.ordered_sum, norm.ordered_sum_add_rms_norm)
 
     def sum_and_norm(parts: Tensor, bias: None, residual: Tensor, *rest: Any) -> Any:
         return ops.add_rms_norm(comm.ordered_sum(parts), residual, *rest)
 
-    def noisy_keys(
-        logits: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-        first_id: int,
-        num_ids: int,
-    ) -> Tensor:
-        noisy = ops.add_noise(logits, temperature, seeds, positions, first_id)
-        return ops.argmax_keys(noisy, first_id, num_ids)
-
-    return _Fused(comm.ordered_sum, sum_and_norm, noisy_keys)
+    return _Fused(comm.ordered_sum, sum_and_norm)

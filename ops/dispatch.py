@@ -96,6 +96,7 @@ def _cpu_ops(head_dim: int) -> Ops:
         argmax_keys=sampling.argmax_keys,
         unpack_keys=sampling.unpack_keys,
         add_noise=gumbel.add_noise,
+        noisy_argmax_keys=gumbel.noisy_argmax_keys,
         filter_logits=filters.filter_logits,
         penalize=penalties.penalize,
         add_bias=penalties.add_bias,

@@ -56,6 +56,7 @@ def gpu_ops(device: torch.device) -> Ops:
         argmax_keys=sampling.argmax_keys,
         unpack_keys=unpack_keys,
         add_noise=gumbel.add_noise,
+        noisy_argmax_keys=gumbel.noisy_argmax_keys,
         # Sorts, and sums of whole numbers: a row's bits have no company on any device.
         filter_logits=filters.filter_logits,
         penalize=penalize,

@@ -38,6 +38,7 @@ class Ops:
     argmax_keys: Callable[[Tensor, int, int], Tensor]
     unpack_keys: Callable[[Tensor], tuple[Tensor, Tensor]]
     add_noise: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    noisy_argmax_keys: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
     filter_logits: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     penalize: Callable[..., Tensor]
     add_bias: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]

@@ -40,3 +40,5 @@ class RuntimeOrders:
     """The listening socket of a tcp:// `worker_endpoint`, inherited from the launcher."""
     curve: CurveKeys | None = None
     """Key pair of `worker_endpoint`, where ranks are on several hosts."""
+    timeline_dir: str = ""
+    """Where it notes what it does (workers/timeline.py); empty: nowhere."""

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from unisono.runtime.config import RuntimeConfig, RuntimeOrders
-from unisono.runtime.engine import Engine, ToldToEnd
+from unisono.runtime.engine import ToldToEnd
 from unisono.runtime.protocol import (
     CLIENT_MESSAGES,
     EngineReady,
@@ -24,13 +24,13 @@ from unisono.runtime.protocol import (
     Starting,
     WorkerLost,
 )
-from unisono.runtime.scheduler import Scheduler
 from unisono.runtime.speculation import draft_policy
+from unisono.runtime.timed import Parts, parts_for
 from unisono.runtime.worker_group import Diverged, RankFault, WorkerGroup
-from unisono.workers.channel import Hub
+from unisono.workers.channel import Hub, to_plain
 from unisono.workers.config import BLOCK_SIZE, WorkerConfig
 from unisono.workers.orders import die_with_parent, read_orders
-from unisono.workers.protocol import WORKER_REPORTS, Fault, Loaded, LoadWeights, Progress
+from unisono.workers.protocol import WORKER_REPORTS, Fault, Loaded, LoadWeights
 
 CLIENT = "launcher"
 """Name under which the launcher's DEALER connects."""
@@ -61,10 +61,11 @@ def main() -> None:
         ) as ranks,
     ):
         worker = orders.config.worker
-        workers = WorkerGroup(ranks, worker.tp)
+        parts = parts_for(orders)
+        workers = parts.workers(ranks, worker.tp)
         workers.weights = LoadWeights(path=worker.model_path, load_format=worker.load_format)
         try:
-            _serve(orders.config, clients, workers)
+            _serve(orders.config, clients, workers, parts)
         except Exception as error:
             # Whoever ends us now, by a signal or by going, is made to wait for the report.
             with reporting:
@@ -88,8 +89,8 @@ def _remove(directory: Path) -> None:
         time.sleep(0.01)
 
 
-def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
-    workers.on_progress = partial(_tell, clients)
+def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup, parts: Parts) -> None:
+    workers.on_progress = lambda news: clients.send(CLIENT, Starting(**to_plain(news)))
     loaded = workers.wait_loaded()
     for rank, report in sorted(loaded.items()):
         log.info(
@@ -109,7 +110,7 @@ def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
     workers.on_progress = lambda news: None  # of orders clients hear by their answers
     worker = config.worker
     max_requests = _requests_at_a_time(worker, num_states, loaded)
-    scheduler = Scheduler(
+    scheduler = parts.scheduler(
         num_blocks=num_blocks,
         num_states=num_states,
         num_drafts=worker.num_drafts,
@@ -138,7 +139,7 @@ def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup) -> None:
         ),
     )
     gc.freeze()  # nothing made at start-up is looked at again by the collector
-    Engine(clients, workers, scheduler, worker.max_model_len).run()
+    parts.engine(clients, workers, scheduler, worker.max_model_len).run()
 
 
 def _requests_at_a_time(worker: WorkerConfig, num_states: int, loaded: dict[int, Loaded]) -> int:
@@ -156,10 +157,6 @@ def _requests_at_a_time(worker: WorkerConfig, num_states: int, loaded: dict[int,
         "choose --state-dtype bfloat16",
     )
     return num_states
-
-
-def _tell(clients: Hub, news: Progress) -> None:
-    clients.send(CLIENT, Starting(**{name: getattr(news, name) for name in Starting.__slots__}))
 
 
 def _report(error: Exception, orders: RuntimeOrders, clients: Hub, workers: WorkerGroup) -> None:

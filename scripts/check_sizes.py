@@ -29,9 +29,12 @@ CORE = (
 BESIDE_THE_CORE = (
     # Instruments: they watch or measure, and an engine runs without them.
     "runtime/flight.py",
+    "runtime/timed.py",
     "workers/bench.py",
     "workers/doctor.py",
     "workers/probes.py",
+    "workers/timed.py",
+    "workers/timeline.py",
     "workers/timings.py",
     "workers/tracer.py",
     # What layers are of: arithmetic on top of parallel layers.

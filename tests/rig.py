@@ -349,9 +349,8 @@ class LocalEngine:
                 self._scheduling["max_requests"], self.config.hidden_size, self._dtype, device
             )
             decode = DecodeSteps(
-                *(model, cache, slots, sampler, pool, buffers, shape, windows),
-                self.graph_buckets,
-                states,
+                *(model, cache, slots, sampler, pool, buffers, self.graph_buckets),
+                *(shape, windows, states),
             )
         speculator = None
         if self._num_drafts:

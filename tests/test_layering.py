@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOOR = {"ops": 0, "models": 1, "workers": 2, "runtime": 3, "launcher": 4}
 DECIDING = ("launcher", "runtime")
 TORCH_FREE = {
-    "workers": {"config", "protocol", "channel", "orders", "probes", "timings"},
+    "workers": {"config", "protocol", "channel", "orders", "probes", "timeline", "timings"},
     "models": {
         *("config", "config_reader", "registry", "partition", "headers", "gguf"),
         *("overlay", "shapes"),

@@ -184,7 +184,12 @@ def test_rms_norm(backend: str, dtype: torch.dtype, width: int) -> None:
         rows_keep_their_bits("norm of a sum", norm_of_sum, x)
 
 
-@on_every_backend(("width",), [(5,), (12,), (128,), (1003,), (40000,)], quick=[(12,), (72,)])
+_GATED_WIDTHS = [(5,), (12,), (128,), (1003,)]
+
+
+@on_every_backend(
+    ("width",), [*_GATED_WIDTHS, (40000,)], quick=[(12,), (72,)], compiled=_GATED_WIDTHS
+)
 def test_gated_rms_norm(backend: str, dtype: torch.dtype, width: int) -> None:
     ops, count = ops_of(backend), num_rows(backend, 70)
     x, gate = (some(backend, count, width, dtype=dtype) for _ in range(2))
@@ -272,6 +277,10 @@ def test_noise_and_filters(backend: str, width: int) -> None:
     )
     rows = torch.arange(count, device=device_of(backend))
     rows_keep_their_bits("noise", lambda r: ops.add_noise(*(x[r] for x in drawn), 64), rows)
+    keys = ops.argmax_keys(ops.add_noise(*drawn, 64), 64, 64 + width - 1)
+    for part in (rows, rows[3:5]):
+        fused = ops.noisy_argmax_keys(*(x[part] for x in drawn), 64, 64 + width - 1)
+        assert torch.equal(fused, keys[part]), "the fused draw is another"
     if backend != "interpreter":
         rows_keep_their_bits("filters", lambda r: ops.filter_logits(*(x[r] for x in kept)), rows)
 

@@ -2,8 +2,9 @@
 which slots take part.
 
 The forward graph is named by its height (rows, padded) and by how many splits of keys its rows may
-see; the tail, for steps whose rows are all plain, by its height. What the host knows of a step is
-the slots: tokens and positions come out of the slot table, and go back into it.
+see; the tail, for steps whose rows need their logits and noise at most, by its height and whether
+there is noise. What the host knows of a step is the slots: tokens and positions come out of the
+slot table, and go back into it.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class DecodeSteps:
         sampler: Sampler,
         graphs: GraphPool,
         buffers: StepBuffers,
+        buckets: Sequence[int],
         shape: AttentionShape,
         windows: Iterable[int],
-        buckets: Sequence[int],
         states: StatePool | None = None,
     ) -> None:
         # Triton is loaded where there is a GPU only.
@@ -58,23 +59,27 @@ class DecodeSteps:
 
     def forward(self, rows: Rows) -> Tensor:
         """Run the model; return the hidden states [rows, width], good until the next step."""
-        height = height_of(len(rows), self._buckets)
+        height, eager = self._sized(rows)
         # A power of two, so that a request that grows does not want a graph of its own again.
         num_splits = 1 << (max(rows.start) // self._attention.SPLIT).bit_length()
         self._buffers.give_slots(rows.slot, height)
-        key, eager = (height, num_splits), self._why_eager(height)
+        key = (height, num_splits)
         self._graphs.run("forward", key, lambda: self._forward(*key), eager)
         return self._buffers.hidden[: len(rows)]
 
-    def tail(self, rows: Rows) -> Result:
-        """Choose the likeliest token of each row and append it to its slot."""
-        height = height_of(len(rows), self._buckets)
-        eager = self._why_eager(height)
-        tokens = self._graphs.run("tail", height, lambda: self._tail(height), eager)
+    def tail(self, rows: Rows, draws: bool) -> Result:
+        """Append to each slot its likeliest token, or, if it `draws`, the one that noise chose."""
+        height, eager = self._sized(rows)
+        key = (height, draws)
+        tokens = self._graphs.run("tail", key, lambda: self._tail(*key), eager)
         return self._buffers.take_result(tokens[: len(rows)])
 
-    def _why_eager(self, height: int) -> str:
-        return "" if height <= self._buckets[-1] else "more rows than graph buckets"
+    def _sized(self, rows: Rows) -> tuple[int, str]:
+        """The height of a step, and why there is no graph of it, if there is none."""
+        place = bisect_left(self._buckets, len(rows))
+        if place < len(self._buckets):
+            return self._buckets[place], ""
+        return len(rows), "more rows than graph buckets"
 
     def _forward(self, height: int, num_splits: int) -> None:
         buffers, slots = self._buffers, self._slots
@@ -110,19 +115,12 @@ class DecodeSteps:
         states = self._slots.states[self._buffers.slots[:height]]
         return self._delta_plan.plan_decode(self._buffers.positions[:height], states)
 
-    def _tail(self, height: int) -> Tensor:
+    def _tail(self, height: int, draws: bool) -> Tensor:
+        slots, of_row = self._slots, self._buffers.slots[:height]
         logits = self._model.logits(self._buffers.hidden[:height])
-        keys = self._sampler.greedy_keys(logits)
-        slots = self._slots
-        return self._decode.advance_rows(
-            keys, self._buffers.slots[:height], slots.token_ids, slots.lengths
-        )
-
-
-def height_of(num_rows: int, buckets: Sequence[int]) -> int:
-    """The height of a step of `num_rows`: the least of the ascending `buckets` that holds them.
-
-    Where none does there is no graph, and nothing to pad for.
-    """
-    place = bisect_left(buckets, num_rows)
-    return buckets[place] if place < len(buckets) else num_rows
+        if draws:
+            temperature, seeds = slots.sampling.draws(of_row)
+            keys = self._sampler.drawn_keys(logits, temperature, seeds, slots.lengths[of_row])
+        else:
+            keys = self._sampler.greedy_keys(logits)
+        return self._decode.advance_rows(keys, of_row, slots.token_ids, slots.lengths)

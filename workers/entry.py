@@ -86,7 +86,7 @@ def _obey(orders: WorkerOrders, store: dist.Store | None, peer: Peer, report: Re
     prepare_environment(os.environ)
     from unisono.workers import device
     from unisono.workers.memory import out_of_memory_explained
-    from unisono.workers.worker import Worker
+    from unisono.workers.timed import make_worker
 
     device.set_threads(orders.threads, os.environ)
     if orders.config.tp > 1 and store is None:
@@ -94,7 +94,7 @@ def _obey(orders: WorkerOrders, store: dist.Store | None, peer: Peer, report: Re
         store = device.open_store(os.environ)
         if orders.rank == 0:
             store.set(ORDERS_KEY, to_json(orders))
-    worker = Worker(orders, peer, report)
+    worker = make_worker(orders, peer, report)
     with out_of_memory_explained():
         worker.start(store)
         worker.run()

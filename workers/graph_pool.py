@@ -24,12 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class Owner(Protocol):
-    """Whoever holds buffers that graphs touch."""
+    """Whoever holds buffers that graphs touch; `generation` counts how often they were taken."""
 
     @property
-    def generation(self) -> int:
-        """Counts how often they were taken anew."""
-        ...
+    def generation(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +106,7 @@ class GraphPool:
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):
             output = body()
-        captured = _Captured(graph, output, self._generations(), collectives)
-        self._graphs[name] = captured
+        self._graphs[name] = captured = _Captured(graph, output, self._generations(), collectives)
         self.num_captures += 1
         log.info("captured %s", name)
         return captured

@@ -53,6 +53,8 @@ class WorkerOrders:
     """CPU threads of this rank; 0: cores divided by ranks of this host."""
     curve: CurveKeys | None = None
     """The hub's public key where `endpoint` is tcp:// beyond this host."""
+    timeline_dir: str = ""
+    """Where a rank of this host notes what it does (workers/timeline.py); empty: nowhere."""
 
 
 def orders_line(orders: object, parent_pid: int) -> bytes:

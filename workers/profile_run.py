@@ -107,7 +107,8 @@ def capture_graphs(
     from unisono.ops.kernels.attention import SPLIT  # needs Triton
 
     began, num_replays = time.perf_counter(), graphs.num_replays
-    plans = list(capture_steps(config.graph_buckets, config.max_model_len, SPLIT))
+    longest, is_hybrid = config.max_model_len, config.model.is_hybrid
+    plans = list(capture_steps(config.graph_buckets, longest, SPLIT, is_hybrid))
     for number, plan in enumerate(plans, start=1):
         enter(f"capture graphs, {number} of {len(plans)}")
         runner.step(plan)
@@ -116,22 +117,26 @@ def capture_graphs(
     log.info("graphs of %d steps: %.1f s", len(plans), time.perf_counter() - began)
 
 
-def capture_steps(buckets: tuple[int, ...], max_model_len: int, split: int) -> Iterator[StepPlan]:
-    """Steps of decoding on scratch, one for each graph of start-up, the largest first.
+def capture_steps(
+    buckets: tuple[int, ...], max_model_len: int, split: int, is_hybrid: bool
+) -> Iterator[StepPlan]:
+    """Steps of decoding on scratch that have the graphs of start-up captured, the largest first.
 
     Largest first: then each finds the memory that it needs among what the others have left. They
-    are of requests that see keys of two splits, of `split` each, and of one. Graphs of each power
-    of two up to `max_model_len` would take as long again each; requests grow into those one by one.
+    are of requests that see keys of two splits, of `split` each, and draw, and of greedy ones that
+    see one. Graphs of each power of two up to `max_model_len` would take as long again each;
+    requests grow into those one by one. Slot 0 is left as it was found.
     """
-    for start in (split, 0):
-        for height in reversed(buckets) if start < max_model_len else ():
+    for start, temperature in ((split if split < max_model_len else 0, 1.0), (0, 0.0)):
+        sampling = pack_sampling([SlotSampling(temperature=temperature)])
+        for height in reversed(buckets):
             rows = Rows(
                 slot=int32s([0] * height),
                 start=int32s([start] * height),
                 count=int32s([1] * height),
                 phase=int32s([Phase.DECODE] * height),
             )
-            yield StepPlan(step=0, rows=rows)
+            yield _on_scratch(rows, sampling, is_hybrid)
 
 
 @torch.inference_mode()

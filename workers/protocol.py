@@ -80,6 +80,11 @@ class SlotSampling:
         return self.is_greedy and not self.is_penalized and not self.is_biased
 
     @property
+    def needs_noise_only(self) -> bool:
+        """Whether logits, temperature and seed give the token: nothing is done to them before."""
+        return self.is_plain or not (self.is_filtered or self.is_penalized or self.is_biased)
+
+    @property
     def wants_logprobs(self) -> bool:
         return self.logprobs >= 0 or self.prompt_logprobs >= 0
 

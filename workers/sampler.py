@@ -34,7 +34,7 @@ class Sampler:
 
         Raises FloatingPointError if a row's logits hold a NaN on any rank.
         """
-        keys = self._keys(logits) if rows is None else self._drawn_keys(logits, rows)
+        keys = self._keys(logits) if rows is None else self._adjusted_keys(logits, rows)
         token_ids, is_nan = self._ops.unpack_keys(self._group.max(keys))
         if bool(is_nan.any()):
             bad = is_nan.nonzero().flatten().tolist()
@@ -74,10 +74,17 @@ class Sampler:
         """logits [S, this rank's rows] fp32 -> the winning keys of the whole vocabulary [S]."""
         return self._group.max(self._keys(logits))
 
+    def drawn_keys(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+    ) -> Tensor:
+        """`greedy_keys` of logits with their noise; temperature, seeds, positions [S]."""
+        draws = (temperature, seeds, positions, self._first_id, self._num_ids)
+        return self._group.max(self._ops.noisy_argmax_keys(logits, *draws))
+
     def _keys(self, logits: Tensor) -> Tensor:
         return self._ops.argmax_keys(logits, self._first_id, self._num_ids)
 
-    def _drawn_keys(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+    def _adjusted_keys(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         logits = self._adjusted(logits, rows)
         scores = logits
         if len(rows.whole):

@@ -54,8 +54,8 @@ class SamplingState:
 
     def open(self, slot: int, sampling: SlotSampling) -> None:
         """Choose the tokens of `slot` by `sampling` from now on."""
-        self._slots[slot] = sampling
-        if sampling.is_plain:
+        was_plain, self._slots[slot] = self._slots[slot].is_plain, sampling
+        if sampling.is_plain and was_plain:
             return
         reals = (
             sampling.temperature,
@@ -77,6 +77,10 @@ class SamplingState:
     def of(self, slot: int) -> SlotSampling:
         """How the tokens of `slot` are chosen."""
         return self._slots[slot]
+
+    def draws(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Temperature [n] fp64, 0 for greedy ones, and seed [n] int64 of slots [n]."""
+        return self._reals[slots, 0], self._wholes[slots, 1]
 
     def rows(
         self, slots: Sequence[int], positions: Tensor, token_ids: Tensor

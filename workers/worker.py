@@ -6,6 +6,7 @@ import os
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import NamedTuple
@@ -78,6 +79,10 @@ class _Running(NamedTuple):
 class Worker:
     """One rank. `start` loads the model, `run` obeys until Shutdown."""
 
+    join_group: Callable[..., Group] = staticmethod(devices.join_group)
+    make_pool: Callable[..., GraphPool] = GraphPool
+    """Both are replaced in a rank that notes what it does (workers/timed.py)."""
+
     def __init__(self, orders: WorkerOrders, peer: Peer, report: Reporter) -> None:
         self._config: WorkerConfig = orders.config
         self._orders = orders
@@ -113,7 +118,7 @@ class Worker:
         # Before the ranks meet: none of them has begun to load yet.
         free = free_bytes(self._device, ranks_here)
         self._report.enter("join the group")
-        self._group = devices.join_group(self._rank, self._config.tp, self._device, store)
+        self._group = self.join_group(self._rank, self._config.tp, self._device, store)
         self._report.enter("check memory")
         check_weights(*self._part, self._device.type, free)
         self._report.enter("prove exactness")
@@ -163,14 +168,7 @@ class Worker:
                 case None:
                     self._answer()
                 case StepPlan() as plan:
-                    self._report.step = plan.step
-                    began = time.perf_counter()
-                    self._graphs.eager.clear()
-                    step = partial(self._runner.step, plan)
-                    watch = self._watch
-                    output = step() if watch is None else watch.launch(plan.step, plan.rows, step)
-                    told = (self._group.digest, tuple(self._graphs.eager))
-                    self._running.append(_Running(plan.step, began, output, *told))
+                    self._launch(plan)
                 case Allocate() | Release() | LoadWeights() as order:
                     self._peer.send(Ready(rank=self._rank, error=self._change_memory(order)))
                     self._report.note("step")
@@ -194,6 +192,15 @@ class Worker:
             if (command := self._peer.receive(0)) is not None:
                 return command
         return None
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._report.step = plan.step
+        began = time.perf_counter()
+        self._graphs.eager.clear()
+        step, watch = partial(self._runner.step, plan), self._watch
+        output = step() if watch is None else watch.launch(plan.step, plan.rows, step)
+        told = (self._group.digest, tuple(self._graphs.eager))
+        self._running.append(_Running(plan.step, began, output, *told))
 
     def _answer(self) -> None:
         step = self._running.popleft()
@@ -258,19 +265,18 @@ class Worker:
         windows = {config.model.window_of(layer) for layer in range(config.model.num_layers)}
         sampler = Sampler(ops, self._group, partition, config.num_token_ids)
         on_host = NEED_THE_HOST & {*config.reference_ops}
-        off = "references" if on_host else ""
-        if config.no_graphs or config.attn != "triton":
-            off = "--no-graphs" if config.no_graphs else f"--attn {config.attn}"
+        is_ours = config.attn == "triton" and not on_host
+        off = "references" if on_host else "" if is_ours else f"--attn {config.attn}"
+        off = "--no-graphs" if config.no_graphs else off
         owners = (self._cache, self._states, slots, self._weights)
         owners_there = [owner for owner in owners if owner is not None]
-        self._graphs = GraphPool(self._device, self._group, owners_there, off)
+        self._graphs = self.make_pool(self._device, self._group, owners_there, off)
         decode = None
-        if self._device.type == "cuda" and config.attn == "triton" and not on_host:
+        if self._device.type == "cuda" and is_ours:
             width, rows = config.model.hidden_size, config.max_requests
             buffers = StepBuffers(rows, width, self._dtype, self._device)
-            owned = (self._cache, slots, sampler, self._graphs, buffers)
-            sizes = (windows, config.graph_buckets)
-            decode = DecodeSteps(self._weights, *owned, shape, *sizes, self._states)
+            owned = (self._cache, slots, sampler, self._graphs, buffers, config.graph_buckets)
+            decode = DecodeSteps(self._weights, *owned, shape, windows, self._states)
         builder = BatchBuilder(
             ops,
             slots,

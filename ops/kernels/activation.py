@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.ops.kernels.overlap import begin, overlap_options
+
 _BLOCK = 1024
 
 
@@ -20,12 +22,27 @@ def silu_and_mul(x: Tensor) -> Tensor:
     tokens, width = x.shape[0], x.shape[1] // 2
     y = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     grid = (tokens, triton.cdiv(width, _BLOCK))
-    _silu_kernel[grid](x, y, width, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False)
+    _silu_kernel[grid](
+        x,
+        y,
+        width,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **overlap_options(x.device),
+    )
     return y
 
 
 @triton.jit
-def _silu_kernel(x_ptr: tl.tensor, y_ptr: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _silu_kernel(
+    x_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    width: tl.tensor,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    begin(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

@@ -22,6 +22,7 @@ from torch import Tensor
 from unisono.ops.attention import PAGE, AttentionShape
 from unisono.ops.kernels.attention_decode import decode_kernel, merge_kernel
 from unisono.ops.kernels.attention_prefill import prefill_kernel
+from unisono.ops.kernels.overlap import overlap_options
 
 SPLIT = 512
 """Keys of a split; its borders are absolute positions."""
@@ -336,6 +337,7 @@ def _common(plan: AttentionPlan, per_tile: int) -> dict[str, Any]:
         "DIM": plan.shape.head_dim,
         "DIM_PAD": max(16, _power_of_two(plan.shape.head_dim)),
         "WINDOW": plan.window,
+        **overlap_options(plan.block_table.device),
     }
 
 

@@ -24,6 +24,7 @@ from unisono.ops.kernels.attention_tiles import (
     merge_partial,
     store_output,
 )
+from unisono.ops.kernels.overlap import begin
 
 _VARYING = [
     "records_ptr",
@@ -65,12 +66,14 @@ def decode_kernel(
     DIRECT: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Grid (tiles, KV heads, splits): the split counts from the first that the tile sees.
 
     sums [partials, tiles_per_record, kv_heads, rows, 2] holds m and l, partials [.., DIM] acc;
     both unused if DIRECT (one split at most).
     """
+    begin(OVERLAPS)
     index = tl.program_id(0)
     kv_head = tl.program_id(1)
     ordinal = tl.program_id(2)
@@ -154,8 +157,10 @@ def merge_kernel(
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Grid (tiles, KV heads, rows of a partial / HEIGHT): merge partials, left to right."""
+    begin(OVERLAPS)
     index = tl.program_id(0)
     kv_head = tl.program_id(1)
     first_row = tl.program_id(2) * HEIGHT

@@ -23,6 +23,7 @@ from unisono.ops.kernels.attention_tiles import (
     merge_partial,
     store_output,
 )
+from unisono.ops.kernels.overlap import begin
 
 _VARYING = [
     "records_ptr",
@@ -59,8 +60,10 @@ def prefill_kernel(
     ALIBI: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Grid (tiles, KV heads)."""
+    begin(OVERLAPS)
     kv_head = tl.program_id(1)
     row, token, position, length, _ = load_record(
         records_ptr, num_records, tl.program_id(0), tiles_per_record, PER_TILE

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.ops.kernels.overlap import begin, overlap_options
+
 _BLOCK = 128
 _ID_BITS = tl.constexpr(31)
 _ID_MASK = tl.constexpr((1 << 31) - 1)
@@ -51,6 +53,7 @@ def expand_rows(
         num_splits,
         PAGE=page,
         BLOCK=_BLOCK,
+        **overlap_options(slots.device),
     )
 
 
@@ -63,7 +66,15 @@ def advance_rows(keys: Tensor, slots: Tensor, token_table: Tensor, lengths: Tens
     rows = slots.shape[0]
     out = torch.empty_like(slots)
     _advance_kernel[(triton.cdiv(rows, _BLOCK),)](
-        keys, slots, token_table, lengths, out, rows, token_table.stride(0), BLOCK=_BLOCK
+        keys,
+        slots,
+        token_table,
+        lengths,
+        out,
+        rows,
+        token_table.stride(0),
+        BLOCK=_BLOCK,
+        **overlap_options(slots.device),
     )
     return out
 
@@ -84,7 +95,9 @@ def _expand_kernel(
     num_splits: tl.tensor,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < num_rows
     slot = tl.load(slots_ptr + row, mask=is_row, other=0)
@@ -111,7 +124,9 @@ def _advance_kernel(
     num_rows: tl.tensor,
     tokens_stride: tl.tensor,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < num_rows
     key = tl.load(keys_ptr + row, mask=is_row, other=0)

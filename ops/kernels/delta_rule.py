@@ -19,6 +19,7 @@ from unisono.ops.kernels.alignment import row_alignment
 from unisono.ops.kernels.delta_chunks import VECTORS, scan_kernel, system_kernel
 from unisono.ops.kernels.delta_plan import DeltaPlan
 from unisono.ops.kernels.delta_steps import keep_kernel, step_kernel
+from unisono.ops.kernels.overlap import overlap_options
 
 PRECISION = "tf32x3"
 """Of the chunked form's products: three of the tensor core for one, as exact as fp32."""
@@ -102,6 +103,7 @@ def _run_steps(
         BLOCK_V=values,
         STATE_ALIGN=row_alignment(key_dim, state),
         num_warps=_STEP_WARPS,
+        **overlap_options(out.device),
         **common,
     )
     if holds:
@@ -113,6 +115,7 @@ def _run_steps(
             BLOCK=_KEEP_KEYS,
             HEADS_PAD=triton.next_power_of_2(heads),
             num_warps=4,
+            **overlap_options(out.device),
         )
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from unisono.ops.kernels.overlap import begin
+
 NORM_EPS = tl.constexpr(1e-6)
 
 
@@ -66,6 +68,7 @@ def step_kernel(
     BLOCK_V: tl.constexpr,
     ALIGN: tl.constexpr,
     STATE_ALIGN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Grid (rows with such tokens, value heads, blocks of values).
 
@@ -74,6 +77,7 @@ def step_kernel(
     read by others too: they go to new_keys [T, key heads, KEY] and new_decays [T, heads].
     """
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
+    begin(OVERLAPS)
     row = tl.load(rows_ptr + tl.program_id(0))
     head = tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
@@ -167,8 +171,10 @@ def keep_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     HEADS_PAD: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Put keys and decays that `step_kernel` made where they are kept. Grid (rows, tokens)."""
+    begin(OVERLAPS)
     row = tl.load(rows_ptr + tl.program_id(0))
     i = tl.program_id(1)
     count = tl.minimum(tl.load(records_ptr + 2 * num_rows + row), room)

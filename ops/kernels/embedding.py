@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.ops.kernels.overlap import begin, overlap_options
+
 _BLOCK = 1024
 
 
@@ -22,7 +24,17 @@ def embed_shard(token_ids: Tensor, table: Tensor, first_id: int) -> Tensor:
     tokens = token_ids.shape[0]
     rows = torch.empty((tokens, width), dtype=table.dtype, device=table.device)
     grid = (tokens, triton.cdiv(width, _BLOCK))
-    _embed_kernel[grid](token_ids, table, rows, first_id, shard, width, BLOCK=_BLOCK, num_warps=4)
+    _embed_kernel[grid](
+        token_ids,
+        table,
+        rows,
+        first_id,
+        shard,
+        width,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **overlap_options(table.device),
+    )
     return rows
 
 
@@ -35,7 +47,9 @@ def _embed_kernel(
     shard: tl.tensor,
     width: tl.tensor,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unisono.ops.kernels.alignment import row_alignment, with_aligned_rows
 from unisono.ops.kernels.norm import MAX_WIDTH, shape_of_program
+from unisono.ops.kernels.overlap import begin, overlap_options
 
 _BLOCK = 1024
 
@@ -34,6 +35,7 @@ def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
         BLOCK=_BLOCK,
         num_warps=4,
         enable_fp_fusion=False,
+        **overlap_options(x.device),
     )
     return y
 
@@ -74,6 +76,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
         BLOCK=block,
         num_warps=num_warps,
         enable_fp_fusion=False,
+        **overlap_options(x.device),
     )
     return y
 
@@ -88,7 +91,9 @@ def _sigmoid_kernel(
     gate_stride: tl.tensor,
     GATE_STEP: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -123,7 +128,9 @@ def _gated_norm_kernel(
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
     in_row = columns < WIDTH

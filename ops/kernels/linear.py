@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from unisono.ops.kernels.linear_tiles import (
     BORDER,
@@ -29,6 +30,7 @@ from unisono.ops.kernels.linear_tiles import (
     narrow_tile,
     tall_tile,
 )
+from unisono.ops.kernels.overlap import LINE, overlap_options, prefetch, release, wait
 from unisono.ops.linear import Linear
 
 _log = logging.getLogger(__name__)
@@ -37,6 +39,10 @@ PROBED_ROWS = (64, 65, 96, 127, 128, 129, 200, 256, 384, 512, 777, 1024, 2048, 4
 """Row counts at which cuBLASLt must give the bits of the kernel before it may serve."""
 _PROBED_ALWAYS, _PROBED_ELEMENTS = 256, 1 << 26
 """Rows probed at any cost, and the size of a result beyond which no more are."""
+_FETCHED_AHEAD = 16 * 1024
+"""Bytes of a weight that a program asks for before it may read its rows."""
+_LEAST_AHEAD = 32
+"""Outputs of a tile from which that pays: narrow tiles have programs enough to pull at once."""
 _GROUP = 8
 """Row tiles that are computed together, so that they find a weight tile in the cache."""
 
@@ -142,9 +148,10 @@ def ordered_product(x: Tensor, weight: Tensor, out_dtype: torch.dtype, tile: Til
     if num_rows == 0:
         return out
     row_tiles = -(-num_rows // tile.rows)
+    bulk = tile.bulk and _is_fit_for_bulk(weight)
     _ordered_kernel[(-(-num_outputs // tile.outputs) * row_tiles,)](
         x,
-        weight,
+        TensorDescriptor.from_tensor(weight, [tile.outputs, tile.depth]) if bulk else weight,
         out,
         num_rows,
         num_outputs,
@@ -154,10 +161,30 @@ def ordered_product(x: Tensor, weight: Tensor, out_dtype: torch.dtype, tile: Til
         BLOCK_K=tile.depth,
         GROUP=_GROUP,
         EVEN_K=num_inputs % tile.depth == 0,
+        BULK=bulk,
+        AHEAD=0 if bulk else _bytes_ahead(weight, tile),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **overlap_options(x.device),
     )
     return out
+
+
+def _is_fit_for_bulk(weight: Tensor) -> bool:
+    """Whether the copy engine can read `weight`: on Hopper, with rows that begin on LINEs."""
+    row = weight.shape[1] * weight.element_size()
+    if row % LINE.value or weight.data_ptr() % LINE.value:
+        return False
+    # The interpreter, on a CPU, copies as well.
+    return weight.device.type != "cuda" or overlap_options(weight.device)["OVERLAPS"]
+
+
+def _bytes_ahead(weight: Tensor, tile: Tile) -> int:
+    """Bytes of each row of a tile that are fetched while the kernel before still runs."""
+    row = weight.shape[1] * weight.element_size()
+    if row % LINE.value or weight.data_ptr() % LINE.value or tile.outputs < _LEAST_AHEAD:
+        return 0
+    return min(row, _FETCHED_AHEAD // tile.outputs // LINE.value * LINE.value)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -173,6 +200,9 @@ def _ordered_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
+    BULK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """One tile of x W^T. Its longer side is the M side of the product: the tensor core takes 16
     of M, or 64 for `wgmma`, and 8 of N.
@@ -191,7 +221,13 @@ def _ordered_kernel(
     o_k = tl.arange(0, BLOCK_K)
     m_o = o_o < num_outputs
     m_r = o_r < num_rows
-    p_weight = weight_ptr + o_o[:, None] * num_inputs + o_k[None, :]
+    if OVERLAPS and AHEAD > 0:
+        # Nothing writes a weight while it is used.
+        first = tl.minimum(o_o, num_outputs - 1) * num_inputs
+        prefetch(weight_ptr + first, tl.full([BLOCK_O], AHEAD, tl.int32))
+    wait(OVERLAPS)
+    if not BULK:
+        p_weight = weight_ptr + o_o[:, None] * num_inputs + o_k[None, :]
     p_x = x_ptr + o_r[:, None] * num_inputs + o_k[None, :]
 
     if BLOCK_R > BLOCK_O:
@@ -206,14 +242,19 @@ def _ordered_kernel(
             m_k = (o_k < num_inputs - start)[None, :]
             m_weight = m_o[:, None] & m_k
             m_x = m_r[:, None] & m_k
-        b_weight = tl.load(p_weight, mask=m_weight, other=0.0)
+        if BULK:
+            # What lies outside is zero.
+            b_weight = weight_ptr.load([i_o * BLOCK_O, start])
+        else:
+            b_weight = tl.load(p_weight, mask=m_weight, other=0.0)
+            p_weight += BLOCK_K
         b_x = tl.load(p_x, mask=m_x, other=0.0)
         if BLOCK_R > BLOCK_O:
             b_sum = tl.dot(b_x, tl.trans(b_weight), b_sum, input_precision="ieee")
         else:
             b_sum = tl.dot(b_weight, tl.trans(b_x), b_sum, input_precision="ieee")
-        p_weight += BLOCK_K
         p_x += BLOCK_K
+    release(OVERLAPS)
 
     if BLOCK_O >= BLOCK_R:
         b_sum = tl.trans(b_sum)

@@ -8,7 +8,7 @@ for them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,8 @@ class Tile:
     depth: int
     warps: int
     stages: int
+    bulk: bool = False
+    """Whether Hopper's copy engine brings the weight, where it can: one thread asks for a tile."""
 
     def shared_bytes(self, item_size: int) -> int:
         """Bytes of shared memory that its stages fill, for operands of `item_size` bytes.
@@ -50,19 +52,22 @@ def _tile(outputs: int, rows: int, depth: int, warps: int, stages: int) -> Tile:
     return Tile(outputs=outputs, rows=rows, depth=depth, warps=warps, stages=stages)
 
 
+def _bulk(outputs: int, rows: int, depth: int, warps: int, stages: int) -> Tile:
+    return replace(_tile(outputs, rows, depth, warps, stages), bulk=True)
+
+
 # Rows: (most outputs, most inputs, tile); the first that holds the weight serves. Narrow weights
-# need narrow tiles, or too few programs pull at the memory at once. Measured on an H200 by
-# scripts/tune_linear.py; some weights are read faster with a tile of 64 rows, however few they are.
+# need narrow tiles, or too few programs pull at the memory at once; the copy engine pulls harder.
+# Measured on an H200 by scripts/tune_linear.py.
 _NARROW: dict[int, tuple[tuple[int, int, Tile], ...]] = {
     16: (
         (960, _ANY, _tile(8, 16, 256, 4, 6)),
         (1024, _ANY, _tile(8, 16, 512, 4, 8)),
         (1536, _ANY, _tile(16, 16, 64, 4, 8)),
         (2048, _ANY, _tile(16, 16, 512, 4, 8)),
-        (3072, 1536, _tile(32, 16, 64, 4, 8)),
-        (4096, 8192, _tile(32, 16, 128, 4, 6)),
-        (4096, _ANY, _tile(32, 64, 128, 4, 8)),
-        (7168, _ANY, _tile(64, 16, 128, 4, 8)),
+        (3072, 960, _tile(32, 16, 64, 4, 8)),
+        (8448, _ANY, _bulk(64, 16, 256, 4, 4)),
+        (16384, _ANY, _bulk(128, 16, 128, 4, 4)),
         (24576, _ANY, _tile(64, 16, 128, 4, 3)),
         (28672, _ANY, _tile(128, 16, 128, 4, 3)),
         (49152, _ANY, _tile(128, 16, 128, 4, 2)),
@@ -72,9 +77,9 @@ _NARROW: dict[int, tuple[tuple[int, int, Tile], ...]] = {
         (1024, _ANY, _tile(8, 32, 512, 4, 3)),
         (1536, _ANY, _tile(16, 32, 64, 4, 8)),
         (2048, _ANY, _tile(16, 64, 128, 4, 5)),
-        (3072, 1536, _tile(32, 32, 64, 4, 8)),
-        (4096, _ANY, _tile(32, 64, 128, 4, 8)),
-        (7168, _ANY, _tile(64, 32, 256, 4, 4)),
+        (3072, 960, _tile(32, 32, 64, 4, 8)),
+        (8448, _ANY, _bulk(64, 32, 256, 4, 4)),
+        (16384, _ANY, _bulk(128, 32, 128, 4, 4)),
         (24576, _ANY, _tile(64, 32, 128, 4, 3)),
         (28672, _ANY, _tile(64, 32, 128, 4, 4)),
         (49152, _ANY, _tile(128, 32, 64, 4, 3)),
@@ -82,9 +87,8 @@ _NARROW: dict[int, tuple[tuple[int, int, Tile], ...]] = {
     ),
     64: (
         (2048, _ANY, _tile(16, 64, 128, 4, 5)),
-        (3072, 1536, _tile(32, 64, 64, 4, 5)),
-        (4096, _ANY, _tile(32, 64, 128, 4, 8)),
-        (7168, _ANY, _tile(64, 64, 128, 4, 7)),
+        (3072, 960, _tile(32, 64, 64, 4, 5)),
+        (8448, _ANY, _bulk(64, 64, 128, 4, 6)),
         (14336, _ANY, _tile(128, 64, 128, 8, 4)),
         (25600, _ANY, _tile(128, 64, 64, 4, 4)),
         (49152, _ANY, _tile(128, 64, 64, 4, 3)),
@@ -153,6 +157,8 @@ def _narrow_tiles(
             yield from (_tile(outputs, height, depth, 4, stages) for stages in {few, many})
             if outputs >= 64:
                 yield _tile(outputs, height, depth, 8, many)
+                if depth >= 128:
+                    yield _bulk(outputs, height, depth, 4, many)
 
 
 _SIZES = {8: (256, 512), 16: (64, 256, 512), 32: (64, 128, 256), 64: (64, 128, 256), 128: (64, 128)}

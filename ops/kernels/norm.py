@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unisono.ops.kernels.alignment import row_alignment
+from unisono.ops.kernels.overlap import begin, overlap_options
 
 MAX_WIDTH = 16384
 _SHARED_PROGRAM = 1024
@@ -107,6 +108,7 @@ def _launch(
         BLOCK=block,
         num_warps=num_warps,
         enable_fp_fusion=False,
+        **overlap_options(normed.device),
     )
 
 
@@ -138,7 +140,9 @@ def _norm_kernel(
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     dtype = normed_ptr.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]

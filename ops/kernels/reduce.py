@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.ops.kernels.overlap import begin, overlap_options
+
 _BLOCK = 1024
 
 
@@ -23,7 +25,13 @@ def ordered_sum(parts: Tensor) -> Tensor:
     total = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
     count = total.numel()
     _sum_kernel[(triton.cdiv(count, _BLOCK),)](
-        parts, total, count, RANKS=parts.shape[0], BLOCK=_BLOCK, num_warps=4
+        parts,
+        total,
+        count,
+        RANKS=parts.shape[0],
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **overlap_options(parts.device),
     )
     return total
 
@@ -35,7 +43,9 @@ def _sum_kernel(
     count: tl.tensor,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     total = tl.load(parts_ptr + offsets, mask=inside, other=0.0).to(tl.float32)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unisono.ops.kernels.alignment import row_alignment
+from unisono.ops.kernels.overlap import begin, overlap_options
 
 _PROGRAM = 1024
 """Elements of a program."""
@@ -77,6 +78,7 @@ def rope_and_write_kv(
         BLOCK=block,
         num_warps=4,
         enable_fp_fusion=False,
+        **overlap_options(heads.device),
     )
     return q
 
@@ -132,7 +134,9 @@ def _rope_kernel(
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     TURNING: tl.constexpr = NUM_HEADS + KV_HEADS
     dtype = q_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)

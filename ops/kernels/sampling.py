@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.ops.kernels.overlap import begin, overlap_options
+
 LEAST_KEY = tl.constexpr(-(1 << 63))
 _ID_BITS = tl.constexpr(31)
 _ID_MASK = tl.constexpr((1 << 31) - 1)
@@ -29,7 +31,14 @@ def argmax_keys(logits: Tensor, first_id: int, num_ids: int) -> Tensor:
     rows, eligible, pieces = pieces_of(logits, first_id, num_ids, _PIECE)
     keys = torch.empty((rows, pieces), dtype=torch.int64, device=logits.device)
     _piece_kernel[(rows, pieces)](
-        logits, logits.stride(0), keys, first_id, eligible, PIECE=_PIECE, num_warps=4
+        logits,
+        logits.stride(0),
+        keys,
+        first_id,
+        eligible,
+        PIECE=_PIECE,
+        num_warps=4,
+        **overlap_options(logits.device),
     )
     return greatest(keys)
 
@@ -50,7 +59,14 @@ def greatest(keys: Tensor) -> Tensor:
         return keys[:, 0]
     best = torch.empty((rows,), dtype=torch.int64, device=keys.device)
     block = triton.next_power_of_2(pieces)
-    _greatest_kernel[(rows,)](keys, best, pieces, BLOCK=block, num_warps=4 if block > 128 else 1)
+    _greatest_kernel[(rows,)](
+        keys,
+        best,
+        pieces,
+        BLOCK=block,
+        num_warps=4 if block > 128 else 1,
+        **overlap_options(keys.device),
+    )
     return best
 
 
@@ -62,7 +78,9 @@ def _piece_kernel(
     first_id: tl.tensor,
     eligible: tl.tensor,
     PIECE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     columns = piece * PIECE + tl.arange(0, PIECE)
@@ -87,8 +105,13 @@ def key_of(
 
 @triton.jit
 def _greatest_kernel(
-    keys_ptr: tl.tensor, best_ptr: tl.tensor, pieces: tl.tensor, BLOCK: tl.constexpr
+    keys_ptr: tl.tensor,
+    best_ptr: tl.tensor,
+    pieces: tl.tensor,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, BLOCK)
     keys = tl.load(keys_ptr + row * pieces + places, mask=places < pieces, other=LEAST_KEY)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unisono.ops.delta import CHUNK, PendingTokens
 from unisono.ops.kernels.delta_plan import DeltaPlan
+from unisono.ops.kernels.overlap import begin, overlap_options
 
 _BLOCK_C = 256
 _MOST_T = 8
@@ -71,6 +72,7 @@ def short_conv(
         BLOCK_C=_BLOCK_C,
         num_warps=4,
         enable_fp_fusion=False,
+        **overlap_options(x.device),
     )
     return out
 
@@ -98,7 +100,9 @@ def _conv_kernel(
     PAST: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    begin(OVERLAPS)
     tile = tl.program_id(0)
     row = tl.load(tiles_ptr + tile)
     offset = tl.load(tiles_ptr + num_tiles + tile)

@@ -8,6 +8,8 @@ place, rank count or resumption of a request can change what it is given.
 import torch
 from torch import Tensor
 
+from unisono.ops.reference.sampling import argmax_keys
+
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -43,6 +45,22 @@ def add_noise(
         noise = gumbel_noise(seeds[part], positions[part], first_id, logits.shape[1])
         noisy[part] = (logits[part].double() + temperature[part, None] * noise).float()
     return noisy
+
+
+def noisy_argmax_keys(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    first_id: int,
+    num_ids: int,
+) -> Tensor:
+    """`argmax_keys(add_noise(...), first_id, num_ids)`, [rows] int64.
+
+    Arguments as in the two; a temperature of 0 is allowed and leaves the row its logits.
+    """
+    noisy = add_noise(logits, temperature, seeds, positions, first_id)
+    return argmax_keys(noisy, first_id, num_ids)
 
 
 def _mix(x: Tensor) -> Tensor:

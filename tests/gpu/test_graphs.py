@@ -63,6 +63,22 @@ def test_replayed_steps_answer_as_eager_ones(model: Path, dtype: str) -> None:
     assert pool.num_replays > 50
 
 
+def test_draws_are_captured_and_a_slot_forgets_its_temperature(model: Path) -> None:
+    """Slots that drew are handed to greedy requests, beside others that draw."""
+    prompts = prompts_for(model, 12)
+    params = [SamplingParams(temperature=0.9, seed=i) for i in range(12)]
+    params[6:9] = [SamplingParams()] * 3
+    arrivals = [3 * i for i in range(12)]
+    options = {"dtype": "bfloat16", "device": GPU, "max_requests": 4}
+    want = LocalEngine(model, **options).generate(prompts, 20, arrivals, params=params)
+    engine = LocalEngine(model, graphs=True, **options)
+    for _ in range(2):
+        got = engine.generate(prompts, 20, arrivals, params=params)
+        assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
+    reasons = engine.ranks[0].pool.eager_runs
+    assert ("tail", "sampling") not in {k for k, n in reasons.items() if n > len(prompts) * 2}
+
+
 def test_a_new_generation_is_captured_again_and_live_blocks_keep_their_bytes(model: Path) -> None:
     prompts = prompts_for(model, 5)
     engine = LocalEngine(model, dtype="bfloat16", device=GPU, graphs=True, max_requests=5)
@@ -166,7 +182,7 @@ def test_steps_beyond_the_buckets_run_eagerly_and_say_so(model: Path) -> None:
     got = engine.generate(prompts, 30, arrivals)
     assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
     [rank] = engine.ranks
-    assert {key for piece, key in rank.pool._graphs if piece == "tail"} == {2, 6}
+    assert {key[0] for piece, key in rank.pool._graphs if piece == "tail"} == {2, 6}
     beyond = {piece for piece, reason in rank.pool.eager_runs if reason.startswith("more rows")}
     assert beyond == {"forward", "tail"}
 
@@ -194,13 +210,13 @@ def test_capture_at_the_start_writes_to_scratch_only(model: Path) -> None:
         capture_graphs(config, rank.runner, rank.pool)
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(live_bytes(rank), live, strict=True))
-    assert rank.pool.num_captures - captures == 3 * len(engine.graph_buckets)
+    assert rank.pool.num_captures - captures == 4 * len(engine.graph_buckets)
     assert rank.pool.num_replays == replays
     rank.pool.eager_runs.clear()
     got = engine.generate(prompts, 30)
     assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
     assert {reason for _, reason in rank.pool.eager_runs} == {"prompt tokens"}
-    assert rank.pool.num_captures - captures == 3 * len(engine.graph_buckets)
+    assert rank.pool.num_captures - captures == 4 * len(engine.graph_buckets)
 
 
 @torch.inference_mode()
@@ -239,7 +255,8 @@ def test_other_weights_answer_as_a_fresh_engine_with_them(model: Path, tmp_path:
     for path, expected in ((tmp_path, other), (model, want)):
         engine.reload(path)
         assert [answers(engine) for _ in range(2)] == [expected] * 2
-    assert {key for piece, key in engine.ranks[0].pool._graphs if piece == "tail"} == {1, 2, 4}
+    tails = {key[0] for piece, key in engine.ranks[0].pool._graphs if piece == "tail"}
+    assert tails == {1, 2, 4}
 
 
 def live_bytes(rank: Rank) -> list[torch.Tensor]:

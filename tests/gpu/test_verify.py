@@ -38,10 +38,12 @@ def twisted(rank: int, ops: Ops) -> Mapping[str, Any]:
 def test_a_sound_model_passes_with_and_without_graphs(tmp_path: Path, dtype: str) -> None:
     write_checkpoint("qwen3", tmp_path)
     axes = {**EVERY, "graphs": (False, True)}
-    whole = task(tmp_path, matrix((1,), (dtype,), axes, seeded=True, full=False), max_tokens=8)
+    settings = matrix((1,), (dtype,), axes, seeded=True, full=False)
+    assert {setting.batch for setting in settings if setting.graphs} == {1, 4, 6}
+    whole = task(tmp_path, settings, max_tokens=8)
     verdicts = judged(whole, opener(tmp_path, device=GPU))
     assert all(verdict.ok for verdict in verdicts), table_text(verdicts)
-    assert sum(verdict.setting.graphs for verdict in verdicts) == 4
+    assert len(verdicts) == len(settings)
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen3-next"])

@@ -190,6 +190,10 @@ def test_another_checkout_is_run_in_its_place(bench, tmp_path):
         (["--compare", "--compare x"], "--compare --compare x: --compare is for both"),
         (["--compare", "'"], "--compare ': No closing quotation"),
         (["--pairs", "4"], "--pairs 4: needs --compare or --compare-checkout"),
+        (
+            ["--compare", "", "--trace", "t.json"],
+            "--trace t.json: every run would write it anew; trace one without --compare, or those",
+        ),
         (["--compare", "", "--pairs", "1"], "--pairs 1: must be at least 2"),
         (["--compare-checkout", "/nowhere"], "--compare-checkout /nowhere: unisono/__main__.py"),
     ],

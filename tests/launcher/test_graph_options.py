@@ -11,7 +11,6 @@ from unisono.launcher.graph_options import buckets_up_to, resolve_graphs
 from unisono.launcher.resolve import HostFacts, resolve_config
 from unisono.models.config import ConfigError
 from unisono.workers.config import WorkerConfig
-from unisono.workers.decode_steps import height_of
 
 GPU = HostFacts(num_gpus=1, torch_has_cuda=True)
 
@@ -36,17 +35,6 @@ def worker(**changes: Any) -> WorkerConfig:
 def test_unless_asked_buckets_go_up_to_all_requests(most: int, buckets: tuple[int, ...]) -> None:
     assert buckets_up_to(most) == buckets
     assert resolve_graphs(worker(max_requests=most)).graph_buckets == buckets
-
-
-def test_every_number_of_rows_has_a_graph_of_little_padding() -> None:
-    """B35: no size between two ladders falls through. Beyond the buckets nothing is padded."""
-    for most in (1, 2, 7, 32, 33, 100, 257):
-        buckets = buckets_up_to(most)
-        for rows in range(1, most + 1):
-            height = height_of(rows, buckets)
-            assert height in buckets
-            assert rows <= height < max(2 * rows, rows + 32)
-    assert [height_of(rows, (2, 6)) for rows in range(1, 9)] == [2, 2, 6, 6, 6, 6, 7, 8]
 
 
 @pytest.mark.parametrize(

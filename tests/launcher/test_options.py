@@ -46,6 +46,7 @@ OTHER_VALUES = {
     "start_timeout_s": ("12.5", 12.5),
     "stop_grace_s": ("0", 0.0),
     "flight_dir": ("d", "d"),
+    "trace": ("t.json", "t.json"),
     "max_tokens": ("9", 9),
     "ignore_eos": (None, True),
     "stop_token_ids": ("7,11", (7, 11)),

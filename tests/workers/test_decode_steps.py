@@ -12,12 +12,21 @@ import torch
 
 from tests.launcher.fakes import tiny_model
 from tests.workers.fake_graphs import Card, fake_card
+from unisono.launcher.graph_options import buckets_up_to
 from unisono.ops.comm import solo_group
 from unisono.workers.config import WorkerConfig
 from unisono.workers.decode_steps import DecodeSteps
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.profile_run import capture_graphs
-from unisono.workers.protocol import Phase, Rows, StepPlan, int32s
+from unisono.workers.protocol import (
+    Phase,
+    Rows,
+    SlotSampling,
+    StepPlan,
+    int32s,
+    pack_sampling,
+    unpack_sampling,
+)
 
 pytest.importorskip("triton")
 
@@ -35,7 +44,7 @@ class Steps(DecodeSteps):
             take_result=lambda tokens: tokens,
         )
         nothing: Any = None
-        super().__init__(*(nothing, nothing, nothing, nothing, pool, buffers, nothing, (), buckets))
+        super().__init__(*(nothing, nothing, nothing, nothing, pool, buffers, buckets, nothing, ()))
         self.given: list[tuple[list[int], int]] = []
         self.ran: Counter[tuple[int, ...]] = Counter()
         self._card = card
@@ -43,12 +52,14 @@ class Steps(DecodeSteps):
     def step(self, plan: StepPlan) -> None:
         assert self.serves(plan.rows)
         assert len(self.forward(plan.rows)) == len(plan.rows)
-        assert len(self.tail(plan.rows)) == len(plan.rows)  # type: ignore[arg-type]
+        [recipe] = unpack_sampling(plan.open_sampling) or [SlotSampling()]
+        tokens: Any = self.tail(plan.rows, not recipe.is_plain)
+        assert len(tokens) == len(plan.rows)
 
     def _forward(self, height: int, num_splits: int) -> None:
         self._card.do(lambda: self.ran.update([(height, num_splits)]))
 
-    def _tail(self, height: int) -> torch.Tensor:
+    def _tail(self, height: int, draws: bool) -> torch.Tensor:
         self._card.do(lambda: self.ran.update([(height,)]))
         return torch.zeros(height)
 
@@ -64,14 +75,15 @@ def made(card: Card, buckets: Sequence[int]) -> tuple[GraphPool, Steps]:
     return pool, Steps(pool, card, buckets)
 
 
-def decoding(num_rows: int, start: int = 0) -> StepPlan:
+def decoding(num_rows: int, start: int = 0, temperature: float = 0.0) -> StepPlan:
     rows = Rows(
         slot=int32s(range(1, num_rows + 1)),
         start=int32s([start, *[0] * (num_rows - 1)]),
         count=int32s([1] * num_rows),
         phase=int32s([Phase.DECODE] * num_rows),
     )
-    return StepPlan(step=1, rows=rows)
+    sampling = pack_sampling([SlotSampling(temperature=temperature)])
+    return StepPlan(step=1, rows=rows, open_sampling=sampling)
 
 
 def test_a_step_takes_the_next_larger_graph_and_beyond_the_last_none(card: Card) -> None:
@@ -80,7 +92,8 @@ def test_a_step_takes_the_next_larger_graph_and_beyond_the_last_none(card: Card)
         steps.step(decoding(num_rows))
         steps.step(decoding(num_rows))
     assert {height for _, height in steps.given} == {2, 6, *range(7, MOST + 1)}
-    assert {key for piece, key in pool._graphs if piece == "tail"} == {2, 6}
+    tails = {key for piece, key in pool._graphs if piece == "tail"}
+    assert tails == {(2, False), (6, False)}
     beyond = 2 * (MOST - 6)
     assert pool.eager_runs == {
         ("forward", "first run"): 2,
@@ -89,6 +102,17 @@ def test_a_step_takes_the_next_larger_graph_and_beyond_the_last_none(card: Card)
         ("tail", "more rows than graph buckets"): beyond,
     }
     assert pool.num_replays == 2 * (2 * MOST - 2 - beyond)
+
+
+def test_every_number_of_rows_has_a_graph_of_little_padding(card: Card) -> None:
+    """B35: no size between two ladders falls through."""
+    for most in (1, 2, 7, 32, 33, 100, 257):
+        buckets = buckets_up_to(most)
+        _, steps = made(card, buckets)
+        for num_rows in range(1, most + 1):
+            height, eager = steps._sized(decoding(num_rows).rows)
+            assert (height in buckets, eager) == (True, "")
+            assert num_rows <= height < max(2 * num_rows, num_rows + 32)
 
 
 @pytest.mark.parametrize(
@@ -119,18 +143,20 @@ def test_graphs_of_the_start_serve_every_new_request(
     capture_graphs(config, runner, pool)
     pool.drop()
     capture_graphs(config, runner, pool, phases.append)
-    count = 3 * num_splits
+    count = 6
     assert phases == [f"capture graphs, {n} of {count}" for n in range(1, count + 1)]
     assert [key for piece, key in pool._graphs if piece == "forward"] == [
         (height, splits) for splits in (2, 1)[-num_splits:] for height in (MOST, 4, 1)
     ]
-    assert [key for piece, key in pool._graphs if piece == "tail"] == [MOST, 4, 1]
+    assert [key for piece, key in pool._graphs if piece == "tail"] == [
+        (height, draws) for draws in (True, False) for height in (MOST, 4, 1)
+    ]
     assert all(set(slots) == {0} for slots, _ in steps.given)
     assert pool.num_replays == 0
     captures = pool.num_captures
     pool.eager.clear()
     for num_rows in range(1, MOST + 1):
-        for start in (0, min(longest, 1024) - 1):
-            steps.step(decoding(num_rows, start))
+        for start, heat in ((0, 0.0), (min(longest, 1024) - 1, 0.9)):
+            steps.step(decoding(num_rows, start, heat))
     assert (pool.eager, pool.num_captures) == ([], captures)
     assert pool.num_replays == 4 * MOST

@@ -19,7 +19,7 @@ from unisono.workers.profile_run import (
     measure_budget,
     rehearse,
 )
-from unisono.workers.protocol import Phase
+from unisono.workers.protocol import Phase, unpack_sampling
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_graphs_of_the_start_are_measured_and_the_cache_leaves_them_room(
 
 
 def test_steps_of_the_start_are_on_scratch_and_the_largest_comes_first() -> None:
-    plans = list(capture_steps((1, 4, 12), 2000, split=512))
+    plans = list(capture_steps((1, 4, 12), 2000, 512, is_hybrid=False))
     assert [(len(plan.rows), plan.rows.start[0]) for plan in plans] == [
         *((12, 512), (4, 512), (1, 512)),
         *((12, 0), (4, 0), (1, 0)),
@@ -160,9 +160,12 @@ def test_steps_of_the_start_are_on_scratch_and_the_largest_comes_first() -> None
         assert set(plan.rows.slot) == {0}
         assert set(plan.rows.count) == {1}
         assert plan.rows.decode_only
-        assert not plan.open_slot
-    short = capture_steps((1, 4), 512, split=512)
-    assert [plan.rows.start[0] for plan in short] == [0, 0]
+        assert plan.open_slot.tolist() == plan.open_tokens.tolist() == [0]
+    drawn = [not unpack_sampling(plan.open_sampling)[0].is_greedy for plan in plans]
+    assert drawn == [True] * 3 + [False] * 3, "the last leaves slot 0 plain"
+    short = list(capture_steps((1, 4), 512, 512, is_hybrid=True))
+    assert [plan.rows.start[0] for plan in short] == [0] * 4
+    assert {plan.open_state.tolist()[0] for plan in short} == {0}
 
 
 def live_state(rank) -> tuple[torch.Tensor, torch.Tensor]:

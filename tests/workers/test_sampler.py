@@ -111,6 +111,41 @@ def test_only_greedy_rows_run_the_plain_path() -> None:
     )
 
 
+def test_what_a_device_needs_of_draws_is_forgotten_too() -> None:
+    state, slots = SamplingState(3, CPU), torch.tensor([0, 1, 2, 3])
+    state.open(1, SlotSampling(temperature=0.7, seed=11))
+    state.open(2, SlotSampling(temperature=0.3, seed=12))
+    state.open(2, SlotSampling())
+    temperature, seeds = state.draws(slots)
+    assert temperature.tolist() == [0.0, 0.7, 0.0, 0.0]
+    assert seeds.tolist()[1] == 11
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_keys_drawn_in_one_pass_are_those_of_the_rows(ranks: int) -> None:
+    """What a captured step draws: greedy rows and drawn ones by one call."""
+    logits, slots, positions = many_rows(40)
+    kinds = [row for row, slot in enumerate(slots) if KINDS[slot - 1].needs_noise_only]
+    logits, positions = logits[kinds], positions[kinds]
+    slots = [slots[row] for row in kinds]
+    assert set(slots) == {1, 2}
+    partition = ModelPartition.of(dataclasses.replace(tiny_model(), num_kv_heads=4), ranks)
+    ops = dispatch.resolve(CPU, 8)
+
+    def body(group: Group) -> list[int]:
+        state = SamplingState(len(KINDS), CPU)
+        for slot, kind in enumerate(KINDS, start=1):
+            state.open(slot, kind)
+        first, stop = partition.vocab.ranges[group.rank]
+        sampler = Sampler(ops, group, partition, NUM_IDS)
+        draws = state.draws(torch.tensor(slots))
+        keys = sampler.drawn_keys(logits[:, first:stop].contiguous(), *draws, positions)
+        return ops.unpack_keys(keys)[0].tolist()
+
+    want = sample(logits, slots, positions, 1)
+    assert all(answer == want for answer in run_ranks(ranks, body))
+
+
 @pytest.mark.parametrize("slot", [1, 2, 3], ids=lambda slot: f"kind {slot}")
 def test_nan_is_found_in_every_kind_of_row(slot: int) -> None:
     logits = torch.randn(2, tiny_model().vocab_size)
