@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import unisono
 from unisono.launcher.logprobs import TokenLogprob, read_logprobs
@@ -112,6 +112,10 @@ class Answer:
     answer."""
     accepted: tuple[int, ...] = ()
     """Those of them that were right, each behind others that were."""
+    num_replays: int = 0
+    """Graphs that a rank had replayed by its end, for all requests; known as `drafted` is."""
+    eager: tuple[tuple[str, int], ...] = ()
+    """By reason: pieces of steps, forward or tail, that were no replays by then."""
 
     @property
     def token_s(self) -> float:
@@ -331,9 +335,7 @@ class Answering:
                 if rest and not entry.whole:
                     entry.sink(entry.piece(rest))
                 reason = "stop" if entry.search.found else event.reason
-                times = event.first_token_s, event.total_s, event.waited_s
-                drafts = tuple(event.drafted), tuple(event.accepted)
-                self._answer(entry, reason, *times, *drafts)
+                self._answer(entry, reason, event.first_token_s, event.total_s, event)
             case Rejected():
                 del self._running[event.request_id]
                 self._answer(entry, "rejected", 0.0, 0.0, error=event.message)
@@ -346,11 +348,18 @@ class Answering:
         reason: str,
         first_token_s: float,
         total_s: float,
-        waited_s: float = 0.0,
-        drafted: tuple[int, ...] = (),
-        accepted: tuple[int, ...] = (),
+        end: Finished | None = None,
         error: str = "",
     ) -> None:
+        known: dict[str, Any] = {}
+        if end is not None:
+            known = {
+                "waited_s": end.waited_s,
+                "drafted": tuple(end.drafted),
+                "accepted": tuple(end.accepted),
+                "num_replays": end.num_replays,
+                "eager": end.eager,
+            }
         entry.sink(
             Answer(
                 index=entry.request.index,
@@ -366,9 +375,7 @@ class Answering:
                 prompt_logprobs=entry.all_prompt_logprobs(),
                 numerics=self._numerics,
                 num_cached_tokens=entry.num_cached_tokens,
-                waited_s=waited_s,
-                drafted=drafted,
-                accepted=accepted,
+                **known,
             )
         )
 

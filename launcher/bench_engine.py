@@ -41,6 +41,8 @@ OPTIONS = (
     "overlay",
     "max_step_tokens",
     "no_graphs",
+    "graph_buckets",
+    "capture",
     "log_level",
     "start_timeout_s",
     "stop_grace_s",
@@ -68,6 +70,9 @@ class Got:
     total_s: float = 0.0
     waited_s: float = 0.0
     num_preemptions: int = 0
+    num_replays: int = 0
+    """Graphs that the engine had replayed by its end; `eager`: by reason, what else it ran."""
+    eager: tuple[tuple[str, int], ...] = ()
 
     @property
     def token_s(self) -> float:
@@ -203,6 +208,7 @@ def _take(answer: Got, event: Delta | Finished | Rejected) -> bool:
         case Finished():
             answer.first_token_s, answer.total_s = event.first_token_s, event.total_s
             answer.waited_s, answer.num_preemptions = event.waited_s, event.num_preemptions
+            answer.num_replays, answer.eager = event.num_replays, event.eager
             return True
         case Rejected():
             raise EngineError(f"a request of the benchmark was rejected: {event.message}")

@@ -34,6 +34,7 @@ from unisono.launcher.bench_engine import (
 )
 from unisono.launcher.bench_process import measure_machine
 from unisono.launcher.bench_report import SHOWN, Report, output_options
+from unisono.launcher.graph_counts import GraphCounts
 from unisono.launcher.options import config_options, given, option_spec
 from unisono.launcher.resolve import Prepared
 from unisono.launcher.roofline import ITEM_BYTES, answers_bytes, floor_s
@@ -130,21 +131,25 @@ def offline_command(model: str, **values: Any) -> int:
     )
     report.line()
     report.line(titles())
-    lines = []
+    lines, graphs = [], [GraphCounts.of([])]
     with started(plan.prepared) as (engine, ready):
         numerics = numerics_of(ready, worker)
         for job in plan.jobs:
             runs = [serve(engine, job.asked) for _ in range(plan.warm_up + plan.repeats)]
             answers = [[each.token_ids for each in got] for got, _ in runs]
+            graphs.append(GraphCounts.of(each for got, _ in runs for each in got))
             lines.append(
                 {
                     **summary(job, runs[plan.warm_up :], _floor(plan, job, machine)),
                     **digests(answers[0], numerics),
                     "same_answers": are_same(answers),
+                    "graphs": graphs[-1].since(graphs[-2]).as_json(),
                 }
             )
             report.line(line_of(lines[-1]))
     report.line(closing_line(lines[0]))
+    if worker.device == "cuda":
+        report.line(f"untimed runs included: {graphs[-1]}")
     result = {"machine": machine.device, "bytes_per_s": machine.bytes_per_s, "lines": lines}
     report.end({**facts, "bench": "offline", "numerics_of": numerics, **result})
     check_same(lines, numerics)

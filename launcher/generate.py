@@ -22,6 +22,7 @@ import click
 
 from unisono.launcher.answering import Answer, Piece, answer_all, check_prompts, numerics_of
 from unisono.launcher.console import Console
+from unisono.launcher.graph_counts import GraphCounts
 from unisono.launcher.ids_only import IdsOnly, check_text_params
 from unisono.launcher.logprobs import logprobs_json
 from unisono.launcher.options import (
@@ -181,6 +182,8 @@ def ready_line(ready: EngineReady, ranks: int) -> str:
     parts = [f"weights {_gib(ready.weight_bytes)}"]
     if ready.activation_bytes:
         parts.append(f"activations {_gib(ready.activation_bytes)}")
+    if ready.graph_bytes:
+        parts.append(f"graphs {_gib(ready.graph_bytes)}")
     parts.append(f"KV {_gib(ready.num_blocks * ready.block_bytes)} ({_count(tokens, 'token')})")
     if ready.num_states:
         held = f"{ready.num_states:,}, for {_count(ready.max_requests, 'request')} at a time"
@@ -219,6 +222,9 @@ def closing_line(
             speed += _of_floor(served[0], worker, card)
             share = f" ({_percent(first / seconds)})"
     told = f"{share}{spared}{_drafting(served)}{_waiting(served)}"
+    counts = GraphCounts.of(served)
+    if worker.device == "cuda" and counts.num_pieces:
+        told += f", {counts}"
     return f"{amount} in {seconds:.2f} s: {speed}first token {first:.2f} s{told} {where}"
 
 
@@ -275,6 +281,8 @@ def _as_json(answer: Answer, prompt: Prompt) -> str:
         },
         "digest": answer.digest,
     }
+    if (counts := GraphCounts.of([answer])).num_pieces:
+        entry["graphs"] = counts.as_json()
     if answer.drafted:
         entry["drafts"] = {"checked": [*answer.drafted], "right": [*answer.accepted]}
     for name in LOGPROB_OPTIONS:

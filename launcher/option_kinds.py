@@ -13,7 +13,7 @@ METAVARS = {
     "int | None": "N",
     "float": "X",
     "str": "TEXT",
-    "tuple[int, ...]": "ID,ID,...",
+    "tuple[int, ...]": "N,N,...",
     "tuple[str, ...]": "TEXT",
     PAIRS: "ID:X,ID:X,...",
 }
@@ -86,7 +86,7 @@ def describe_kind(kind: str) -> str:
         "float": "a number",
         "str": "text",
         "bool": "True or False",
-        "tuple[int, ...]": "token ids separated by commas",
+        "tuple[int, ...]": "whole numbers separated by commas",
         PAIRS: "pairs of a token id and a number",
         "tuple[str, ...]": "a tuple of texts that are not empty",
     }

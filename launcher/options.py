@@ -44,6 +44,8 @@ LAUNCH_OPTIONS = (
     "max_step_tokens",
     "no_prefix_cache",
     "no_graphs",
+    "graph_buckets",
+    "capture",
     "log_level",
     "start_timeout_s",
     "stop_grace_s",
@@ -161,6 +163,8 @@ class OptionSpec:
             return f"[{'|'.join(self.choices)}]"
         if self.name.endswith("_dir"):
             return "DIR"
+        if self._is_ids:
+            return "ID,ID,..."
         if self.name == "trace":
             return "FILE"
         return "SECONDS" if self._is_time else METAVARS[self.kind] + "|auto" * self.zero_is_auto
@@ -170,7 +174,13 @@ class OptionSpec:
         return self.name.endswith("_s")
 
     @property
+    def _is_ids(self) -> bool:
+        return self.name.endswith("_ids")
+
+    @property
     def _expected(self) -> str:
+        if self._is_ids:
+            return "token ids separated by commas"
         return "a number of seconds" if self._is_time else describe_kind(self.kind)
 
     @property

@@ -89,6 +89,7 @@ def command(file: str, step: int | None, as_json: bool, **options: Any) -> int:
 
 def launch_config(flight: Flight, options: dict[str, Any]) -> LaunchConfig:
     """How the step is run: as it was, but for the options. Raises ConfigError."""
+    from unisono.launcher.graph_options import resolve_graphs
     from unisono.launcher.resolve import check_checkpoint, check_device, host_facts
 
     recorded, num_states = flight.header.worker, flight.header.num_states
@@ -100,13 +101,15 @@ def launch_config(flight: Flight, options: dict[str, Any]) -> LaunchConfig:
         state_slots=num_states,
         speculate="off",
         max_requests=min(recorded.max_requests, num_states or recorded.max_requests),
+        graph_buckets=(),
+        capture="lazy",
     )
     check_device(worker.device, host_facts(os.environ), worker.tp)
     path = Path(worker.model_path)
     if not path.exists():
         raise ConfigError(f"the model of the flight is gone: {path}")
     check_checkpoint(path, ModelPartition.of(worker.model, worker.tp))
-    return LaunchConfig(runtime=RuntimeConfig(worker=worker), **options)
+    return LaunchConfig(runtime=RuntimeConfig(worker=resolve_graphs(worker)), **options)
 
 
 def compare(plan: StepPlan, results: Sequence[StepResult], tokens: array[int] | None) -> list[Row]:

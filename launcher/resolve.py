@@ -17,6 +17,7 @@ from typing import Any
 
 from unisono.launcher.cluster import ClusterFacts, check_cluster_tp
 from unisono.launcher.config import LaunchConfig
+from unisono.launcher.graph_options import resolve_graphs
 from unisono.launcher.model_source import ModelSource, read_source_config, resolve_model
 from unisono.launcher.options import make_launch_config
 from unisono.launcher.timeline_file import check_trace
@@ -113,7 +114,7 @@ def resolve_config(
     host: HostFacts,
     cluster: ClusterFacts | None = None,
 ) -> LaunchConfig:
-    """Return a config in which tp, device, dtype and max_model_len are decided.
+    """Return a config in which tp, device, dtype, max_model_len and graph_buckets are decided.
 
     `options` holds the values the user gave, by field name. Under a cluster launcher tp is the
     number of its ranks. The weights of a shape are always random. Raises ConfigError.
@@ -137,6 +138,7 @@ def resolve_config(
         attn=resolve_attn(worker.attn, worker.numerics, device, dtype, model),
         max_model_len=resolve_max_model_len(worker.max_model_len, model),
     )
+    worker = resolve_graphs(worker)
     return replace(asked, runtime=replace(asked.runtime, worker=worker))
 
 

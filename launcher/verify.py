@@ -71,6 +71,16 @@ OPTIONS = (
     metavar="off,N,...",
     help="Tokens to draft, 1 to 8 or auto.  [default: off,3 where the model has MTP, off else]",
 )
+@click.option(
+    "--sleep",
+    metavar="on,off",
+    help="Sleep, and wake, amid answers.  [default: on,off from --max-tokens 16 on, else off]",
+)
+@click.option(
+    "--reload",
+    metavar="on,off",
+    help="Load the weights again amid answers.  [default: as --sleep]",
+)
 @click.option("--seeded", is_flag=True, help="Also draw with a seed.")
 @click.option("--full", is_flag=True, help="Every combination, not only informative ones.")
 @click.option("--prompts", "num_prompts", type=int, metavar="N", help="[default: 8]")
@@ -93,7 +103,8 @@ OPTIONS = (
 @config_options(*OPTIONS)
 def command(model: str, json_output: bool, html: Path | None, search: bool, **values: Any) -> int:
     """Prove that MODEL gives each request one answer: alone or in a batch, its prompt chunked or
-    whole, after a prefix-cache hit, after pre-emption, from graphs or eager, drafting or not.
+    whole, after a prefix-cache hit, after pre-emption, from graphs or eager, drafting or not, and
+    where the engine sleeps or loads its weights anew in the middle of it.
 
     Each setting is compared with the plain one of its rank count (alone, eager, whole prompt,
     nothing cached): tokens and all bits of all logits. Rank counts are compared within a bound on
@@ -192,6 +203,7 @@ class _Bench:
 def _prepare(model: str, options: Mapping[str, Any], choices: Choices, console: Console) -> _Bench:
     """Find everything a user can get wrong before a process starts. Raises ConfigError."""
     from unisono.launcher.process_table import threads_per_rank
+    from unisono.launcher.reload import reload_order
     from unisono.launcher.resolve import host_facts, num_cores, prepare, with_tokenizer
     from unisono.launcher.tokenizer import Tokenizer
     from unisono.launcher.verify_oracle import Oracle, ask_oracle, check_oracle
@@ -214,6 +226,7 @@ def _prepare(model: str, options: Mapping[str, Any], choices: Choices, console: 
         prompts=_prompts(tokenizer, choices, first.worker.max_model_len, vocab_size),
         max_tokens=choices.max_tokens,
         model=first.worker.model,
+        again=reload_order(model, first.worker),
         oracle=choices.oracle,
     )
     if task.oracle:

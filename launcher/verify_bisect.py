@@ -18,7 +18,7 @@ from unisono.launcher.trace import (
 )
 from unisono.launcher.verify_bounds import RANK_TOLERANCE, rank_bound
 from unisono.launcher.verify_compare import Verdict, with_margin
-from unisono.launcher.verify_plan import Setting, engine_options, limits
+from unisono.launcher.verify_plan import Setting, engine_options, interruptions, limits
 from unisono.launcher.verify_run import NUM_TOP, Answer, Channel, ask, order_of, params_of
 from unisono.launcher.verify_task import Task
 from unisono.runtime.protocol import EngineError
@@ -153,7 +153,7 @@ class _Search:
                 (number, prompts[number], marked if at == place else params)
                 for at, number in enumerate(wave)
             ]
-            answers = ask(engine, asked, place)
+            answers = ask(engine, asked, place, interruptions(setting, self._task.again))
             if place < len(wave):
                 return answers[place]
         raise AssertionError("the request is in no wave")

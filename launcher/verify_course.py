@@ -109,7 +109,7 @@ class Course:
         task = self._task
         self._news.running(setting)
         began = time.monotonic()
-        run = run_setting(engine, setting, task.prompts, task.max_tokens, task.sizes)
+        run = run_setting(engine, setting, task)
         self.runs[setting] = run
         if setting in task.forced and not (run.fault or self.runs[task.base_of(setting)].fault):
             run = self._force(engine, run)

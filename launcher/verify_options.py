@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from unisono.launcher.graph_options import why_no_graphs
 from unisono.launcher.options import option_spec
 from unisono.launcher.verify_compare import ORACLE
 from unisono.launcher.verify_plan import AXES
@@ -16,6 +17,8 @@ from unisono.workers.config import BLOCK_SIZE, WorkerConfig
 
 T = TypeVar("T")
 NUM_PROMPTS = 8
+LEAST_TOKENS = 16
+"""Of an answer that can be interrupted three times: some come while an order is on its way."""
 DRAFTS = "3"
 """What --speculate adds unless the user says, where the model has a layer that drafts."""
 
@@ -48,6 +51,8 @@ def read_choices(given: Mapping[str, Any]) -> Choices:
         "pre_empt": lambda text: _switch("--pre-empt", text),
         "graphs": lambda text: _switch("--graphs", text),
         "speculate": option_spec("speculate").parse,
+        "sleep": lambda text: _switch("--sleep", text),
+        "reload": lambda text: _switch("--reload", text),
     }
     values = {}
     for axis in AXES:
@@ -71,20 +76,25 @@ def read_choices(given: Mapping[str, Any]) -> Choices:
 
 
 def with_defaults(choices: Choices, worker: WorkerConfig) -> Choices:
-    """The same once it is known what computes: graphs and drafts are tried where there are any.
+    """The same once it is known what computes: graphs and drafts are tried where there are any,
+    and interruptions where answers are long enough.
 
-    Raises ConfigError where graphs were asked for and cannot be.
+    Raises ConfigError where one was asked for and cannot be.
     """
-    why = ""
-    if worker.device != "cuda":
-        why = f"{worker.device} has no graphs; choose off, or --device cuda where there is a GPU"
-    elif worker.attn != "triton":
-        why = f"with --attn {worker.attn} nothing is captured; choose off, or --attn auto or triton"
+    why = why_no_graphs(worker, "choose off")
     values = dict(choices.values)
     if "graphs" in choices.unasked and not why:
         values["graphs"] = (False, True)
     if "speculate" in choices.unasked and worker.model.num_mtp_layers:
         values["speculate"] = ("off", DRAFTS)
+    for axis in ("sleep", "reload"):
+        if choices.max_tokens < LEAST_TOKENS and True in values[axis]:
+            raise ConfigError(
+                f"--{axis} on: answers of --max-tokens {choices.max_tokens} have ended before the "
+                f"engine hears of it; choose off, or at least {LEAST_TOKENS} tokens"
+            )
+        if axis in choices.unasked and choices.max_tokens >= LEAST_TOKENS:
+            values[axis] = (False, True)
     if why and True in values["graphs"]:
         raise ConfigError(f"--graphs on: {why}")
     return replace(choices, values=values)

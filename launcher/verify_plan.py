@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unisono.runtime.protocol import Reschedule
+from unisono.runtime.protocol import Order, Reload, Reschedule, Sleep, Wake
 from unisono.workers.config import BLOCK_SIZE
 
 PRE_EMPT_BATCH = 6
 """Requests at a time, at least, where some are to be pre-empted: alone none ever is."""
+INTERRUPTED_BATCH = 4
+"""Requests at a time, at least, where they are interrupted: each interruption takes seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,10 @@ class Setting:
     """Steps of decoding are replayed from CUDA graphs."""
     speculate: str = "off"
     """Tokens that the model drafts for itself and checks in one step."""
+    sleep: bool = False
+    """The engine gives memory back and takes it again in the middle of each generation."""
+    reload: bool = False
+    """It loads the same weights anew in the middle of each generation."""
     seeded: bool = False
     """Drawn with a seed instead of the likeliest token."""
 
@@ -91,6 +97,8 @@ class Reach:
     """Graphs that were replayed between the first answer and the last."""
     num_drafted: int
     """Drafts that were checked."""
+    interrupted: frozenset[str] = frozenset()
+    """Axes whose orders were obeyed while answers were under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +117,9 @@ class Axis:
     """Why a run with another value than the plain one did not test it; "": it did."""
     needs: Mapping[str, Any] | None = None
     """Least values of other axes without which the value cannot show."""
+    orders: Callable[[Reload], tuple[tuple[Order, ...], ...]] = lambda again: ()
+    """What the engine is told in the middle of a generation, one group after another; `again`
+    loads the weights that are there."""
 
 
 def _missed_chunk(setting: Setting, reach: Reach) -> str:
@@ -132,6 +143,14 @@ def _missed_graphs(setting: Setting, reach: Reach) -> str:
 def _missed_drafts(setting: Setting, reach: Reach) -> str:
     # Where blocks are short there may be no room for drafts.
     return "" if reach.num_drafted or setting.pre_empt else "no draft was checked"
+
+
+def _missed_sleep(setting: Setting, reach: Reach) -> str:
+    return "" if "sleep" in reach.interrupted else "nobody was answered when the engine slept"
+
+
+def _missed_reload(setting: Setting, reach: Reach) -> str:
+    return "" if "reload" in reach.interrupted else "nobody was answered when weights were loaded"
 
 
 AXES = (
@@ -174,6 +193,22 @@ AXES = (
         show=lambda value: f"{value} drafts",
         engine=lambda setting: {"speculate": setting.speculate},
         missed=_missed_drafts,
+    ),
+    Axis(
+        name="sleep",
+        plain=False,
+        show=lambda value: "sleep",
+        missed=_missed_sleep,
+        needs={"batch": INTERRUPTED_BATCH},
+        orders=lambda again: ((Sleep(level=2), Wake()), (Sleep(level=1), Wake())),
+    ),
+    Axis(
+        name="reload",
+        plain=False,
+        show=lambda value: "reload",
+        missed=_missed_reload,
+        needs={"batch": INTERRUPTED_BATCH},
+        orders=lambda again: ((again,),),
     ),
 )
 """The axes along which bits are promised to be equal."""
@@ -226,6 +261,20 @@ def limits(setting: Setting, sizes: Sizes) -> Reschedule:
     for axis in AXES:
         fields |= axis.limits(setting, sizes)
     return Reschedule(**fields)
+
+
+def interruptions(setting: Setting, again: Reload) -> list[tuple[str, tuple[Order, ...]]]:
+    """Return what is ordered in the middle of each generation of `setting`, and for which axis.
+
+    Every axis has had its first word before one has its second: answers may be too short for all.
+    """
+    found = [
+        (number, axis.name, orders)
+        for axis in AXES
+        if not _is_plain(setting, axis)
+        for number, orders in enumerate(axis.orders(again))
+    ]
+    return [(name, orders) for _, name, orders in sorted(found, key=lambda each: each[0])]
 
 
 def by_engine(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from unisono.launcher.verify_plan import Reach, Setting, Sizes, limits
+from unisono.launcher.verify_plan import Reach, Setting, interruptions, limits
+from unisono.launcher.verify_task import Task
 from unisono.runtime.protocol import (
     Delta,
+    EngineAsleep,
+    EngineAwake,
     EngineError,
     Finished,
+    Order,
     Rejected,
     RequestRejected,
     Reschedule,
@@ -32,6 +37,9 @@ NOBODY = -1
 class Channel(Protocol):
     """What is needed of an engine."""
 
+    @property
+    def states(self) -> deque[EngineAsleep | EngineAwake]: ...
+
     def submit(
         self,
         prompt_ids: Sequence[int],
@@ -44,6 +52,8 @@ class Channel(Protocol):
     def poll(self, timeout_s: float) -> Sequence[Delta | Tokens | Finished | Rejected]: ...
 
     def reschedule(self, limits: Reschedule) -> None: ...
+
+    def order(self, wanted: Order) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +73,8 @@ class Answer:
     num_preemptions: int = 0
     num_replays: int = 0
     num_drafted: int = 0
+    interrupted: set[str] = field(default_factory=set)
+    """Axes whose orders were obeyed before its end, and after its first token or another's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,23 +130,18 @@ def summed_place(setting: Setting, wave: int) -> int | None:
     return NOBODY if setting.graphs and is_last else None
 
 
-def run_setting(
-    engine: Channel,
-    setting: Setting,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-    sizes: Sizes,
-) -> Run:
+def run_setting(engine: Channel, setting: Setting, task: Task) -> Run:
     """Run `setting` on an engine with its options. Raises RequestRejected."""
-    params = params_of(setting, max_tokens)
+    prompts, params = task.prompts, params_of(setting, task.max_tokens)
     answers: list[Answer] = []
     order = order_of(setting, len(prompts))
     fault = ""
     try:
-        engine.reschedule(limits(setting, sizes))
+        engine.reschedule(limits(setting, task.sizes))
         for number, start in enumerate(range(0, len(order), setting.batch)):
             wave = [(at, prompts[at], params) for at in order[start : start + setting.batch]]
-            answers += ask(engine, wave, summed_place(setting, number))
+            marked = summed_place(setting, number)
+            answers += ask(engine, wave, marked, interruptions(setting, task.again))
     except RequestRejected:
         raise
     except EngineError as error:
@@ -149,12 +156,21 @@ def lost(setting: Setting, fault: str) -> Run:
 
 Asked = tuple[int, Sequence[int], SamplingParams]
 """Index of a prompt, its ids, how to answer."""
+Interruptions = Sequence[tuple[str, Sequence[Order]]]
+"""Orders to be obeyed together, and the axis that they are of."""
 
 
-def ask(engine: Channel, asked: Sequence[Asked], marked: int | None = None) -> list[Answer]:
-    """Submit requests together; return their answers once all are there.
+def ask(
+    engine: Channel,
+    asked: Sequence[Asked],
+    marked: int | None = None,
+    interruptions: Interruptions = (),
+) -> list[Answer]:
+    """Submit requests together; return their answers once all are there and the engine is awake.
 
-    Checksums come with all, or with the one at place `marked` alone. Raises EngineError.
+    Checksums come with all, or with the one at place `marked` alone. The engine gets one of the
+    `interruptions` after another, each when tokens have come since. Raises EngineError, also for
+    an order that fails.
     """
     answers: dict[int, Answer] = {}
     for place, (number, prompt_ids, params) in enumerate(asked):
@@ -162,9 +178,10 @@ def ask(engine: Channel, asked: Sequence[Asked], marked: int | None = None) -> l
         more = place + 1 < len(asked)
         request_id = engine.submit(prompt_ids, params, checksums=wanted, more=more)
         answers[request_id] = Answer(prompt=number, is_summed=wanted)
-    left = set(answers)
-    while left:
-        for event in engine.poll(POLL_S):
+    left, due, told = set(answers), deque(interruptions), _Told(engine)
+    while left or told.num_due:
+        events = engine.poll(POLL_S)
+        for event in events:
             if isinstance(event, Tokens):
                 for request_id, token_id in zip(event.request_ids, event.token_ids, strict=True):
                     answers[request_id].token_ids.append(token_id)
@@ -172,7 +189,36 @@ def ask(engine: Channel, asked: Sequence[Asked], marked: int | None = None) -> l
             _take(answers[event.request_id], event)
             if not isinstance(event, Delta):
                 left.discard(event.request_id)
+        axis = told.obeyed()
+        for request_id in left if axis else ():
+            answers[request_id].interrupted.add(axis)
+        if due and left and events and not told.num_due:
+            told.order(*due.popleft())
     return list(answers.values())
+
+
+class _Told:
+    """Orders under way."""
+
+    def __init__(self, engine: Channel) -> None:
+        self._engine = engine
+        self._axis = ""
+        self.num_due = 0
+        """Of their answers."""
+
+    def order(self, axis: str, orders: Sequence[Order]) -> None:
+        self._axis, self.num_due = axis, len(orders)
+        for wanted in orders:
+            self._engine.order(wanted)
+
+    def obeyed(self) -> str:
+        """Take what has been answered; the axis, if that was the last. Raises EngineError."""
+        states, num_due = self._engine.states, self.num_due
+        while states:
+            self.num_due -= 1
+            if error := states.popleft().error:
+                raise EngineError(error)
+        return self._axis if num_due and not self.num_due else ""
 
 
 def _take(answer: Answer, event: Delta | Finished | Rejected) -> None:
@@ -199,4 +245,5 @@ def _reach(answers: Sequence[Answer], prompts: Sequence[Sequence[int]]) -> Reach
         num_preemptions=sum(answer.num_preemptions for answer in answers),
         num_replays=max(replays, default=0) - min(replays, default=0),
         num_drafted=sum(answer.num_drafted for answer in answers),
+        interrupted=frozenset().union(*(answer.interrupted for answer in answers)),
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from unisono.launcher.verify_plan import Setting, Sizes, by_engine
 from unisono.models.config import ModelConfig
+from unisono.runtime.protocol import Reload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,8 @@ class Task:
     prompts: Sequence[tuple[int, ...]]
     max_tokens: int
     model: ModelConfig
+    again: Reload
+    """What has an engine load the weights that it has."""
     oracle: bool = False
     """Whether another program is asked too."""
 

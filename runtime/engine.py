@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from functools import partial
 
 from unisono.runtime.logprobs import take_prompt_logprobs
@@ -60,7 +60,7 @@ class Engine:
         self._news: list[NewToken] = []
         self._last_result_s = 0.0
         self._waited_s, self._wait_began = 0.0, math.inf
-        self._num_replays = 0
+        self._num_replays, self._eager = 0, Counter[str]()
         self._orders: deque[tuple[str, Order]] = deque()
         self._sleep_level = 0
         workers.on_silence = partial(self._drain, 0.0)
@@ -107,6 +107,7 @@ class Engine:
         seconds = now - self._last_result_s if self._last_result_s else 0.0
         self._last_result_s = now if self._in_flight else 0.0
         self._num_replays = result.num_replays
+        self._eager.update(result.eager)
         self._news += self._scheduler.apply(
             result.tokens, result.counts, result.logprobs, result.checksums, seconds
         )
@@ -252,5 +253,6 @@ class Engine:
                 accepted=request.accepted,
                 waited_s=self._waited_s - request.waited_s,
                 num_replays=self._num_replays,
+                eager=tuple(self._eager.items()),
             ),
         )

@@ -27,10 +27,10 @@ from unisono.runtime.protocol import (
 from unisono.runtime.speculation import draft_policy
 from unisono.runtime.timed import Parts, parts_for
 from unisono.runtime.worker_group import Diverged, RankFault, WorkerGroup
-from unisono.workers.channel import Hub
+from unisono.workers.channel import Hub, to_plain
 from unisono.workers.config import BLOCK_SIZE, WorkerConfig
 from unisono.workers.orders import die_with_parent, read_orders
-from unisono.workers.protocol import WORKER_REPORTS, Fault, Loaded, LoadWeights, Progress
+from unisono.workers.protocol import WORKER_REPORTS, Fault, Loaded, LoadWeights
 
 CLIENT = "launcher"
 """Name under which the launcher's DEALER connects."""
@@ -90,7 +90,8 @@ def _remove(directory: Path) -> None:
 
 
 def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup, parts: Parts) -> None:
-    loaded = _bring_up(clients, workers)
+    workers.on_progress = lambda news: clients.send(CLIENT, Starting(**to_plain(news)))
+    loaded = workers.wait_loaded()
     for rank, report in sorted(loaded.items()):
         log.info(
             "rank %d: %.1f MiB of weights, %.1f MiB for a step, offers %d KV blocks of %.2f MiB "
@@ -106,6 +107,7 @@ def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup, parts: Par
     num_blocks = min(report.num_blocks for report in loaded.values())
     num_states = min(report.num_states for report in loaded.values())
     workers.allocate(num_blocks, num_states)
+    workers.on_progress = lambda news: None  # of orders clients hear by their answers
     worker = config.worker
     max_requests = _requests_at_a_time(worker, num_states, loaded)
     scheduler = parts.scheduler(
@@ -133,6 +135,7 @@ def _serve(config: RuntimeConfig, clients: Hub, workers: WorkerGroup, parts: Par
             num_states=num_states,
             state_bytes=max(report.state_bytes for report in loaded.values()),
             max_requests=max_requests,
+            graph_bytes=max(report.graph_bytes for report in loaded.values()),
         ),
     )
     gc.freeze()  # nothing made at start-up is looked at again by the collector
@@ -154,16 +157,6 @@ def _requests_at_a_time(worker: WorkerConfig, num_states: int, loaded: dict[int,
         "choose --state-dtype bfloat16",
     )
     return num_states
-
-
-def _bring_up(clients: Hub, workers: WorkerGroup) -> dict[int, Loaded]:
-    for news in workers.wait_loaded():
-        match news:
-            case Progress(rank=rank, phase=phase, done=done, total=total):
-                clients.send(CLIENT, Starting(rank=rank, phase=phase, done=done, total=total))
-            case _:
-                return news
-    raise AssertionError("wait_loaded ends with what was loaded")
 
 
 def _report(error: Exception, orders: RuntimeOrders, clients: Hub, workers: WorkerGroup) -> None:

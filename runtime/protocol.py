@@ -215,6 +215,8 @@ class EngineReady:
     """Of one recurrent state, all layers."""
     max_requests: int = 0
     """Requests that run at the same time: fewer than were asked for where states are short."""
+    graph_bytes: int = 0
+    """Of the graphs that were captured at start-up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +273,8 @@ class Finished:
     """Of `total_s`, what the runtime spent waiting for the ranks."""
     num_replays: int = 0
     """Graphs that a rank has replayed by then, for all requests."""
+    eager: tuple[tuple[str, int], ...] = ()
+    """By reason: pieces of steps that were no replays by then, for all requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

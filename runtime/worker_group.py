@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from unisono.runtime.flight import FlightRecorder
 from unisono.runtime.protocol import WorkerLost
@@ -63,6 +63,8 @@ class WorkerGroup:
         """Called again and again while ranks are awaited that say nothing."""
         self.on_seen: Callable[[StepsSeen], None] = lambda seen: None
         """Called with what ranks have seen of steps that they were told to watch."""
+        self.on_progress: Callable[[Progress], None] = lambda news: None
+        """Called with where ranks are while they load or obey an order."""
         self._hellos: dict[int, Hello] = {}
         self.allocated = Allocate(num_blocks=0)
         """What the ranks were last told to take."""
@@ -76,20 +78,20 @@ class WorkerGroup:
         """Process ids of the ranks, in rank order."""
         return array("i", [self._hellos[rank].pid for rank in range(self._num_ranks)])
 
-    def wait_loaded(self) -> Iterator[Progress | dict[int, Loaded]]:
-        """Yield the ranks' progress while they load, and last what each has loaded."""
+    def wait_loaded(self) -> dict[int, Loaded]:
+        """Wait until every rank has loaded; what each of them has."""
         loaded: dict[int, Loaded] = {}
         while len(loaded) < self._num_ranks:
             match self._next():
                 case Hello() as hello:
                     self._greet(hello)
-                case Progress() as progress:
-                    yield progress
+                case Progress() as news:
+                    self.on_progress(news)
                 case Loaded() as report:
                     loaded[report.rank] = report
                 case other:
                     raise ProtocolError(f"{type(other).__name__} from a rank that is loading")
-        yield loaded
+        return loaded
 
     def allocate(self, num_blocks: int, num_states: int = 0) -> None:
         """Have every rank take memory for KV and states, and wait until it has."""
@@ -181,8 +183,8 @@ class WorkerGroup:
             match self._next():
                 case Ready(rank=rank, error=error):
                     answers[rank] = error
-                case Progress():
-                    pass
+                case Progress() as news:
+                    self.on_progress(news)
                 case other:
                     told = type(order).__name__
                     raise ProtocolError(f"{type(other).__name__} from a rank told to {told}")

@@ -160,8 +160,7 @@ def engine(
             for child in children:
                 child.start()
             workers = WorkerGroup(hub, ranks)
-            for _ in workers.wait_loaded():
-                pass
+            workers.wait_loaded()
             workers.allocate(1)
             asked = (ends[1], rows, length - PROMPT_TOKENS, stream, theirs)
             children.append(spawn.Process(target=launcher_main, args=asked))

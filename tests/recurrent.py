@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -171,7 +172,7 @@ class RecurrentEngine(LocalEngine):
                 layer.conv.fill_(float("nan"))
                 layer.state.fill_(float("nan"))
 
-    def _load(self, build: Build) -> Recurrent:
+    def _load(self, build: Build, path: Path | None = None) -> Recurrent:
         return Recurrent(build, self.partition)
 
 

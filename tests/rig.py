@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from unisono.launcher.graph_options import buckets_up_to
 from unisono.models.config import ModelConfig
 from unisono.models.config_reader import read_model_config
 from unisono.models.interface import Build, ForwardBatch, Model
@@ -108,6 +109,7 @@ class Rank:
     states: StatePool | None
     runner: ModelRunner
     pool: GraphPool
+    build: Build
     logits: list[Tensor] = field(default_factory=list)
 
 
@@ -140,6 +142,7 @@ class LocalEngine:
         overlay: str = "",
         device: torch.device = CPU,
         graphs: bool = False,
+        graph_buckets: Sequence[int] = (),
         max_in_flight: int = 2,
         attn: str = "auto",
         ops_of: Callable[[int, Ops], Ops] = lambda rank, ops: ops,
@@ -157,6 +160,7 @@ class LocalEngine:
         self._num_drafts, self.policy_of = num_drafts, policy_of
         self.max_model_len = max_model_len
         self._path = "" if isinstance(model, ModelConfig) else str(model)
+        self.graph_buckets = tuple(graph_buckets or buckets_up_to(max_requests))
         self._dtype, self._device, self._graphs = torch_dtype(dtype), device, graphs
         self._scheduling: dict[str, Any] = {
             "num_blocks": num_blocks,
@@ -322,7 +326,8 @@ class LocalEngine:
         ops = self.ops_of(group.rank, ops)
         tracer = self.tracer_of(group.rank)
         tap = None if tracer is None else tracer.tap
-        model = self._load(Build(ops, group, self._dtype, device, tap=tap))
+        build = Build(ops, group, self._dtype, device, tap=tap)
+        model = self._load(build)
         mine = (self.partition, group.rank, self._dtype)
         cache = KVCache(*mine, device)
         cache.allocate(self._scheduling["num_blocks"])
@@ -344,22 +349,56 @@ class LocalEngine:
                 self._scheduling["max_requests"], self.config.hidden_size, self._dtype, device
             )
             decode = DecodeSteps(
-                *(model, cache, slots, sampler, pool, buffers, shape, windows),
-                states,
+                *(model, cache, slots, sampler, pool, buffers, self.graph_buckets),
+                *(shape, windows, states),
             )
         speculator = None
         if self._num_drafts:
             speculator = Speculator(model, ops, slots, builder, sampler)
         owned = (cache, slots, builder, sampler, pool, decode, tracer, states, speculator)
         runner = ModelRunner(model, *owned)
-        rank = Rank(group, ops, model, cache, states, runner, pool)
+        rank = Rank(group, ops, model, cache, states, runner, pool, build)
         model.logits = lambda hidden: _kept(rank, model.head(hidden))
         return rank
 
-    def _load(self, build: Build) -> Model:
+    def sleep(self) -> None:
+        """Give back what requests wrote, on every rank; graphs of it go first."""
+        for rank in self.ranks:
+            rank.pool.drop()
+            for owner in (rank.cache, rank.states):
+                if owner is not None:
+                    owner.release()
+
+    @torch.inference_mode()
+    def wake(self) -> None:
+        """Take that memory again, with what nobody may read in it: NaN as keys, others' states."""
+        for rank in self.ranks:
+            rank.cache.allocate(self._scheduling["num_blocks"])
+            for layer in rank.cache.layers:
+                layer.k[1:], layer.v[1:] = torch.nan, torch.nan
+            if rank.states is not None:
+                rank.states.allocate(self._scheduling["num_states"])
+                for tensor in rank.states._tensors:
+                    tensor[:, 1:] = 7.0
+
+    def reload(self, path: Path | None = None) -> None:
+        """Take the weights of `path`, or the same again, on every rank."""
+
+        @torch.inference_mode()
+        def run(rank: Rank) -> None:
+            rank.pool.drop()
+            kept = rank.model.logits
+            fresh = self._load(rank.build, path)
+            rank.model.__dict__ = dict(fresh.__dict__)
+            rank.model.logits = kept
+
+        self._everywhere(run)
+
+    def _load(self, build: Build, path: Path | None = None) -> Model:
         model = model_class(self.config.family)(build, self.partition, self.max_model_len)
         specs = list(self.partition.weights(build.group.rank))
-        with open_weights(self._path, self._load_format, self._overlay, self._dtype) as source:
+        where = str(path or self._path)
+        with open_weights(where, self._load_format, self._overlay, self._dtype) as source:
             fill_weights(specs, model.targets(), source, lambda done, total: None)
         model.pack()
         return model

@@ -8,11 +8,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.closeness import assert_same_bits
 from tests.copying import Copying, write_copying_mtp
@@ -20,6 +22,7 @@ from tests.rig import Answer, LocalEngine
 from tests.tiny import DRAFTING, random_ids, write_checkpoint
 from unisono.ops.reference.filters import filter_logits
 from unisono.ops.reference.penalties import penalize
+from unisono.ops.table import Ops
 from unisono.runtime.protocol import SamplingParams
 
 LENGTHS = (*range(1, 13), 63, 64, 65, 66)
@@ -120,6 +123,63 @@ def test_ranks_draft_alike(erring: tuple[Path, Copying], tp: int) -> None:
     asked = prompts((1, 12, 64, 66))
     plain = LocalEngine(path, tp=tp).generate(asked, max_tokens=12)
     same(LocalEngine(path, tp=tp, num_drafts=3).generate(asked, max_tokens=12), plain)
+
+
+def test_drafts_are_as_right_once_everything_was_given_back_and_loaded_again(
+    erring: tuple[Path, Copying],
+) -> None:
+    """B24: a draft layer that came back as zeros would cost acceptance, and no token."""
+    path, _ = erring
+    asked = prompts((1, 12, 64, 66))
+    engine = LocalEngine(path, tp=2, num_drafts=3)
+    plain = engine.generate(asked, max_tokens=12)
+    drafted, accepted = engine.drafted, engine.accepted
+    assert sum(map(sum, accepted)) > 0
+    engine.sleep()
+    engine.wake()
+    engine.reload()
+    same(engine.generate(asked, max_tokens=12), plain)
+    assert (engine.drafted, engine.accepted) == (drafted, accepted)
+
+
+def test_ranks_whose_logits_differ_choose_and_accept_alike(erring: tuple[Path, Copying]) -> None:
+    """B13: noise on rank 1. Ids are chosen among all ranks' keys, so none can go its own way."""
+    path, _ = erring
+    noise = torch.Generator().manual_seed(0)
+
+    def ops_of(rank: int, ops: Ops) -> Ops:
+        def pack_head(*args: Any) -> Any:
+            head = ops.pack_head(*args)
+
+            def noisy(x: Tensor) -> Tensor:
+                logits = head(x)
+                return logits + 1e-3 * torch.randn(logits.shape, generator=noise)
+
+            return noisy if rank == 1 else head
+
+        return replace(ops, pack_head=pack_head)
+
+    asked = prompts((1, 12, 64, 66))
+    engine = LocalEngine(path, tp=2, num_drafts=3, ops_of=ops_of)
+    # `LocalEngine.step` compares tokens, counts and digests of the ranks after every step.
+    answers = engine.generate(asked, max_tokens=40)
+    assert all(len(answer.token_ids) == 40 for answer in answers)
+    assert 0 < sum(map(sum, engine.accepted)) < sum(map(sum, engine.drafted))
+
+
+@pytest.mark.parametrize("prompt_length", range(57, 64))
+def test_drafts_stop_at_the_longest_request(
+    erring: tuple[Path, Copying], prompt_length: int
+) -> None:
+    """B14: near the limit every rank drafts as many, or none; 64 is a block's border, too."""
+    path, _ = erring
+    asked = prompts((prompt_length, 3))
+    options: dict[str, Any] = {"tp": 2, "max_model_len": 64}
+    plain = LocalEngine(path, **options).generate(asked, max_tokens=100)
+    answers = LocalEngine(path, num_drafts=4, **options).generate(asked, max_tokens=100)
+    same(answers, plain)
+    assert [answer.reason for answer in answers] == ["length"] * 2
+    assert len(answers[0].token_ids) == 64 - prompt_length
 
 
 @pytest.mark.parametrize(

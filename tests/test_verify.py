@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -25,6 +26,7 @@ from unisono.launcher.verify_report import table_text
 from unisono.launcher.verify_task import Task
 from unisono.models.config_reader import read_model_config
 from unisono.ops.table import Ops
+from unisono.runtime.protocol import Reload
 
 EVERY = {
     "batch": (1, 4),
@@ -33,6 +35,8 @@ EVERY = {
     "pre_empt": (False, True),
     "graphs": (False,),
     "speculate": ("off",),
+    "sleep": (False,),
+    "reload": (False,),
 }
 PLAIN = Setting(tp=1, dtype="float32")
 
@@ -56,6 +60,7 @@ def task(path: Path, settings: list[Setting], num_prompts: int = 4, max_tokens: 
         prompts=id_prompts(num_prompts, model.vocab_size, longest),
         max_tokens=max_tokens,
         model=model,
+        again=Reload(path=str(path), load_format="auto"),
     )
 
 
@@ -201,6 +206,72 @@ def checked(rank: int, ops: Ops) -> Mapping[str, Any]:
         return out * (1 + 1e-6) if 2 <= len(q) <= 4 else out
 
     return {"paged_attention": attention}
+
+
+@pytest.mark.parametrize(("model", "tp"), [("llama", 2), ("qwen3-next+mtp", 1)])
+def test_an_interrupted_answer_is_the_same(
+    checkpoint: Callable[[str], Path], model: str, tp: int
+) -> None:
+    """Alone with it, and with all that may go on meanwhile."""
+    plain = replace(PLAIN, tp=tp, batch=4)
+    settings = [
+        replace(PLAIN, tp=tp),
+        replace(plain, sleep=True),
+        replace(plain, reload=True),
+        replace(plain, sleep=True, reload=True, chunk=64, prefix_cache=True),
+    ]
+    if "mtp" in model:
+        settings.append(replace(plain, sleep=True, reload=True, speculate="3"))
+    path = checkpoint(model)
+    verdicts = judged(task(path, settings, max_tokens=8), opener(path))
+    assert all(verdict.ok for verdict in verdicts), table_text(verdicts)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3-next"])
+@pytest.mark.parametrize("axis", ["reload", "sleep"])
+def test_other_weights_than_before_are_found(
+    checkpoint: Callable[[str], Path], tmp_path: Path, model: str, axis: str
+) -> None:
+    """Somebody has put another checkpoint where the weights were: each logit after that differs."""
+    path = checkpoint(model)
+    write_checkpoint(model, tmp_path, 1)
+    setting = replace(PLAIN, batch=4, **{axis: True})
+    whole = task(path, [PLAIN, setting], max_tokens=8)
+
+    @contextmanager
+    def open_engine(*args: Any) -> Iterator[Any]:
+        with opener(path, reloaded=tmp_path)(*args) as engine:
+            if axis == "sleep":  # which takes the weights again, too
+                engine._engine.wake = lambda wake=engine._engine.wake: (
+                    wake(),
+                    engine._engine.reload(tmp_path),
+                )
+            yield engine
+
+    plain, bad = judged(whole, open_engine)
+    assert plain.ok
+    assert not bad.ok, table_text([plain, bad])
+    assert all(each.first is not None and each.first.token > 0 for each in bad.requests)
+    finding = bisect(whole, bad, open_engine)
+    assert re.match(
+        r"first difference: embed \w+, position 0, rank 0: other bits; with its reference the "
+        r"difference stays: look at what the op is given$",
+        finding.text,
+    ), finding.text
+
+
+def test_an_interruption_that_comes_too_late_counts_as_not_reached(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    settings = [PLAIN, replace(PLAIN, batch=4, sleep=True), replace(PLAIN, batch=4, reload=True)]
+    verdicts = judged(
+        task(checkpoint("llama"), settings, max_tokens=1), opener(checkpoint("llama"))
+    )
+    assert [verdict.note for verdict in verdicts] == [
+        "",
+        "not reached: nobody was answered when the engine slept",
+        "not reached: nobody was answered when weights were loaded",
+    ]
 
 
 BATCH = replace(PLAIN, batch=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,11 +20,17 @@ from unisono.ops.table import Ops
 from unisono.runtime.logprobs import take_prompt_logprobs
 from unisono.runtime.protocol import (
     Delta,
+    EngineAsleep,
+    EngineAwake,
     Finished,
+    Order,
     Rejected,
+    Reload,
     Reschedule,
     SamplingParams,
+    Sleep,
     Tokens,
+    Wake,
 )
 from unisono.runtime.request import Request
 from unisono.runtime.sampling_wire import with_seed
@@ -38,8 +45,9 @@ Fault = Callable[[int, Ops], Mapping[str, Any]]
 class RigChannel:
     """A scheduler and thread ranks behind `submit` and `poll`."""
 
-    def __init__(self, engine: LocalEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: LocalEngine, reloaded: Path | None = None) -> None:
+        self._engine, self._reloaded = engine, reloaded
+        self.states: deque[EngineAsleep | EngineAwake] = deque()
         self._scheduler = Scheduler(eos_token_ids=(), **engine._scheduling)
         self._num_requests = 0
 
@@ -68,7 +76,22 @@ class RigChannel:
         assert limits.num_blocks <= self._engine._scheduling["num_blocks"]
         self._scheduler.reschedule(limits)
 
+    def order(self, wanted: Order) -> None:
+        self._scheduler.restart()
+        match wanted:
+            case Sleep(level=level):
+                self._engine.sleep()
+                self.states.append(EngineAsleep(level=level))
+                return
+            case Wake():
+                self._engine.wake()
+            case Reload():
+                self._engine.reload(self._reloaded)
+        self.states.append(EngineAwake())
+
     def poll(self, timeout_s: float) -> list[Delta | Tokens | Finished | Rejected]:
+        if self.states:
+            return []
         plan = self._scheduler.next_plan()
         assert plan is not None
         output, _ = self._engine.step(plan)
@@ -112,8 +135,12 @@ def opener(
     fault: Fault = lambda rank, ops: {},
     overlay: str = "",
     device: torch.device = CPU,
+    reloaded: Path | None = None,
 ) -> Callable[[Mapping[str, Any], Watch | None], Any]:
-    """Return what opens engines of `checkpoint` whose ranks have `fault`."""
+    """Return what opens engines of `checkpoint` whose ranks have `fault`.
+
+    `reloaded`: what they load where the same weights are wanted.
+    """
 
     @contextmanager
     def open_engine(options: Mapping[str, Any], watch: Watch | None = None) -> Iterator[Channel]:
@@ -141,7 +168,8 @@ def opener(
                 num_drafts=0 if options["speculate"] == "off" else int(options["speculate"]),
                 ops_of=ops_of,
                 tracer_of=tracer_of,
-            )
+            ),
+            reloaded,
         )
 
     return open_engine

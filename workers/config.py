@@ -25,6 +25,7 @@ CHOICES = {
     "load_format": LOAD_FORMATS,
     "state_dtype": STATE_DTYPES,
     "speculate": SPECULATE,
+    "capture": ("lazy", "start"),
 }
 """The legal values of fields of `WorkerConfig`."""
 HOST_SHARE, CARD_SHARE = 0.25, 0.9
@@ -84,6 +85,13 @@ class WorkerConfig:
     no_graphs: bool = False
     """On a GPU: launch every kernel of a decode step by itself, instead of replaying a captured
     graph of them. The answers are the same; CUDA graphs are only faster."""
+    graph_buckets: tuple[int, ...] = ()
+    """Rows that graphs are captured for, ascending, on a GPU: a step takes the next larger number,
+    and runs eagerly if it has more rows than the last. Unset: 1, 2, 4, 8, then every 8, from 32 on
+    every 16, from 128 on every 32, up to --max-requests."""
+    capture: str = "lazy"
+    """When graphs are captured. lazy: where their size is wanted the second time. start: before the
+    first request, for all --graph-buckets and up to 1,024 tokens, which takes seconds."""
     num_token_ids: int = 0
     """Ids the tokenizer knows; later ones are never chosen. 0: the whole vocabulary."""
     trace_dir: str = ""

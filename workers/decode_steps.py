@@ -9,7 +9,8 @@ slot table, and go back into it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from unisono.workers.step_buffers import Result, StepBuffers
 
 
 class DecodeSteps:
-    """Runs decode steps of up to `buffers.max_rows` rows."""
+    """Runs decode steps of up to `buffers.max_rows` rows; `buckets` are the heights of graphs."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class DecodeSteps:
         sampler: Sampler,
         graphs: GraphPool,
         buffers: StepBuffers,
+        buckets: Sequence[int],
         shape: AttentionShape,
         windows: Iterable[int],
         states: StatePool | None = None,
@@ -49,7 +51,7 @@ class DecodeSteps:
         self._model, self._cache, self._slots = model, cache, slots
         self._sampler, self._graphs, self._buffers = sampler, graphs, buffers
         self._shape, self._windows = shape, tuple(sorted(set(windows)))
-        self._states = states
+        self._buckets, self._states = buckets, states
 
     def serves(self, rows: Rows) -> bool:
         """Whether every row decodes, and there are not too many."""
@@ -57,18 +59,27 @@ class DecodeSteps:
 
     def forward(self, rows: Rows) -> Tensor:
         """Run the model; return the hidden states [rows, width], good until the next step."""
-        height = height_of(len(rows), self._buffers.max_rows)
+        height, eager = self._sized(rows)
         # A power of two, so that a request that grows does not want a graph of its own again.
         num_splits = 1 << (max(rows.start) // self._attention.SPLIT).bit_length()
         self._buffers.give_slots(rows.slot, height)
-        self._graphs.run("forward", (height, num_splits), lambda: self._forward(height, num_splits))
+        key = (height, num_splits)
+        self._graphs.run("forward", key, lambda: self._forward(*key), eager)
         return self._buffers.hidden[: len(rows)]
 
     def tail(self, rows: Rows, draws: bool) -> Result:
         """Append to each slot its likeliest token, or, if it `draws`, the one that noise chose."""
-        height = height_of(len(rows), self._buffers.max_rows)
-        tokens = self._graphs.run("tail", (height, draws), lambda: self._tail(height, draws))
+        height, eager = self._sized(rows)
+        key = (height, draws)
+        tokens = self._graphs.run("tail", key, lambda: self._tail(*key), eager)
         return self._buffers.take_result(tokens[: len(rows)])
+
+    def _sized(self, rows: Rows) -> tuple[int, str]:
+        """The height of a step, and why there is no graph of it, if there is none."""
+        place = bisect_left(self._buckets, len(rows))
+        if place < len(self._buckets):
+            return self._buckets[place], ""
+        return len(rows), "more rows than graph buckets"
 
     def _forward(self, height: int, num_splits: int) -> None:
         buffers, slots = self._buffers, self._slots
@@ -113,13 +124,3 @@ class DecodeSteps:
         else:
             keys = self._sampler.greedy_keys(logits)
         return self._decode.advance_rows(keys, of_row, slots.token_ids, slots.lengths)
-
-
-def height_of(num_rows: int, max_rows: int) -> int:
-    """The height of the graph that serves `num_rows`: 1, 2, 4, 8, then multiples of 8, 16, 32."""
-    if num_rows <= 8:
-        height = 1 << (num_rows - 1).bit_length()
-    else:
-        step = 8 if num_rows <= 32 else 16 if num_rows <= 128 else 32
-        height = -(-num_rows // step) * step
-    return min(height, max_rows)

@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -24,12 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class Owner(Protocol):
-    """Whoever holds buffers that graphs touch."""
+    """Whoever holds buffers that graphs touch; `generation` counts how often they were taken."""
 
     @property
-    def generation(self) -> int:
-        """Counts how often they were taken anew."""
-        ...
+    def generation(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +43,21 @@ class GraphPool:
     """Graphs of one rank, in one memory pool. `owners` hold all buffers that bodies touch.
 
     `eager_runs` counts (piece, reason) of every run that was not a replay, `num_replays` the
-    others and `num_captures` the captures. `off`: why nothing is captured, if nothing is.
+    others and `num_captures` the captures; `eager` has the reasons since somebody cleared it.
+    `off`: why nothing is captured, if nothing is.
     """
 
     def __init__(
         self, device: torch.device, group: Group, owners: Sequence[Owner], off: str = ""
     ) -> None:
-        self.off = off or ("" if device.type == "cuda" else f"{device.type} has no graphs")
+        self.off = off if device.type == "cuda" else f"{device.type} has no graphs"
         self.eager_runs: Counter[tuple[str, str]] = Counter()
+        self.eager: list[str] = []
         self.num_replays = self.num_captures = 0
         self._group = group
         self._owners = tuple(owners)
         self._warm: set[tuple[str, Hashable]] = set()
         self._graphs: dict[tuple[str, Hashable], _Captured] = {}
-        self._pool: Any = None
 
     def run(self, piece: str, key: Hashable, body: Callable[[], T], eager: str = "") -> T:
         """Run `body`, the work of `piece` ("forward", "tail") at the sizes named by `key`.
@@ -67,6 +66,7 @@ class GraphPool:
         """
         if reason := self.off or eager or self._not_yet((piece, key)):
             self.eager_runs[piece, reason] += 1
+            self.eager.append(reason)
             return body()
         captured = self._graphs.get((piece, key))
         if captured is None or captured.generations != self._generations():
@@ -82,7 +82,6 @@ class GraphPool:
             # A graph that may still run must not be destroyed.
             torch.cuda.synchronize()
         self._graphs.clear()
-        self._pool = None
 
     def _not_yet(self, name: tuple[str, Hashable]) -> str:
         if name in self._warm:
@@ -98,17 +97,16 @@ class GraphPool:
         # A graph that may still run must not be destroyed.
         torch.cuda.synchronize()
         self._graphs.pop(name, None)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        # They share memory; it goes with the last of them, failed ones included.
+        pool = next((other.graph.pool() for other in self._graphs.values()), None)
         graph = torch.cuda.CUDAGraph()
         with (
             self._group.recorded() as collectives,
             # Other threads of the process (collectives' watchdogs) may call CUDA meanwhile.
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):
             output = body()
-        captured = _Captured(graph, output, self._generations(), collectives)
-        self._graphs[name] = captured
+        self._graphs[name] = captured = _Captured(graph, output, self._generations(), collectives)
         self.num_captures += 1
         log.info("captured %s", name)
         return captured

@@ -84,23 +84,23 @@ def host_budget(free: int, ranks: int, utilization: float) -> Budget:
 
 
 def card_budget(
-    *, total: int, free: int, weights: int, activations: int, utilization: float
+    *, total: int, free: int, weights: int, activations: int, graphs: int, utilization: float
 ) -> Budget:
     """The budget of a rank that has a card for itself.
 
     `free` of its `total` bytes are left after the `weights` are loaded; the largest step takes
-    `activations` on top. What others hold of the card counts against neither share nor weights,
-    but may not be had.
+    `activations` on top, and CUDA graphs `graphs`. What others hold of the card counts against
+    neither share nor weights, but may not be had.
     """
     used = utilization or CARD_SHARE
-    most = max(free - activations, 0)
+    most = max(free - activations - graphs, 0)
     return Budget(
-        share=min(int(total * used) - weights - activations, most),
+        share=min(int(total * used) - weights - activations - graphs, most),
         most=most,
         per_utilization=total,
         utilization=used,
-        what=f"the card's {gib(total)}, less {gib(weights)} of weights and {gib(activations)} "
-        "for a step,",
+        what=f"the card's {gib(total)}, less {gib(weights)} of weights, {gib(activations)} for a "
+        f"step and {gib(graphs)} for graphs,",
     )
 
 

@@ -1,14 +1,17 @@
-"""What a step takes of a GPU beside weights and KV cache: measured by running the largest one."""
+"""What steps and graphs take of a GPU beside weights and KV cache: measured by running them."""
 
 from __future__ import annotations
 
+import logging
+import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import torch
 
 from unisono.workers.config import BLOCK_SIZE, WorkerConfig
+from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
 from unisono.workers.memory import Budget, card_budget
 from unisono.workers.model_runner import ModelRunner
@@ -16,9 +19,10 @@ from unisono.workers.protocol import Phase, Rows, SlotSampling, StepPlan, int32s
 from unisono.workers.state_pool import StatePool
 
 GRAPH_BYTES = 1 << 30
-"""Kept free for CUDA graphs, which are captured when they are first wanted: their pool holds the
+"""Kept free for CUDA graphs that are captured when they are wanted: their pool holds the
 activations of one decode step, and each graph some MB of launches. It also covers the context of
 CUDA, which cannot be told from what other processes hold."""
+log = logging.getLogger(__name__)
 _TOP = 20
 """Most likeliest ids that log-probabilities come with."""
 
@@ -27,28 +31,40 @@ def measure_budget(
     config: WorkerConfig,
     max_step_tokens: int,
     runner: ModelRunner,
+    graphs: GraphPool,
     cache: KVCache,
     states: StatePool | None,
     free: int,
-) -> tuple[int, Budget]:
-    """Measure on the current GPU; return the bytes of activations, and what the KV cache may take.
+) -> tuple[int, int, Budget]:
+    """Measure on the current GPU; return bytes of activations, of graphs, and for the KV cache.
 
     `free`: bytes of the card that were free before this rank took any. What it has taken since
     is weights, kernels and, because the largest step meets the other ranks too, NCCL's buffers.
-    `cache` and `states` are left with nothing but scratch.
+    Graphs are captured for the measure where they will be at start-up: their addresses are those
+    of the cache, which can be as large as they leave room for. `cache` and `states` are left with
+    nothing but scratch, and `graphs` with none.
     """
     cache.allocate(0)
     if states is not None:
         states.allocate(0)
     activations = passing_bytes(lambda: rehearse(runner, config, max_step_tokens, cache))
+    graph_bytes = 0
+    if config.capture == "start":
+        capture_graphs(config, runner, graphs)  # loads kernels, which are no graph's memory
+        graphs.drop()
+        graph_bytes = held_bytes(lambda: capture_graphs(config, runner, graphs))
+        graphs.drop()
+        torch.cuda.empty_cache()
     left, total = torch.cuda.mem_get_info()
-    return activations, card_budget(
+    budget = card_budget(
         total=total,
         free=left,
         weights=max(free - left, 0),
-        activations=activations + GRAPH_BYTES,
+        activations=activations,
+        graphs=GRAPH_BYTES + graph_bytes,
         utilization=config.memory_utilization,
     )
+    return activations, graph_bytes, budget
 
 
 def passing_bytes(run: Callable[[], None]) -> int:
@@ -65,6 +81,62 @@ def passing_bytes(run: Callable[[], None]) -> int:
     taken = torch.cuda.max_memory_reserved() - before
     torch.cuda.empty_cache()
     return taken
+
+
+def held_bytes(run: Callable[[], None]) -> int:
+    """Bytes of the current GPU that are gone after `run`, whoever took them: also its driver."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before, _ = torch.cuda.mem_get_info()
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return max(before - torch.cuda.mem_get_info()[0], 0)
+
+
+def capture_graphs(
+    config: WorkerConfig,
+    runner: ModelRunner,
+    graphs: GraphPool,
+    enter: Callable[[str], None] = lambda phase: None,
+) -> None:
+    """Run the steps whose graphs are wanted at start-up: for the first time, or to capture them.
+
+    Every rank runs them in this order, so their collectives meet. `enter` hears how far it is.
+    """
+    from unisono.ops.kernels.attention import SPLIT  # needs Triton
+
+    began, num_replays = time.perf_counter(), graphs.num_replays
+    longest, is_hybrid = config.max_model_len, config.model.is_hybrid
+    plans = list(capture_steps(config.graph_buckets, longest, SPLIT, is_hybrid))
+    for number, plan in enumerate(plans, start=1):
+        enter(f"capture graphs, {number} of {len(plans)}")
+        runner.step(plan)
+    # Nobody asked for these.
+    graphs.num_replays = num_replays
+    log.info("graphs of %d steps: %.1f s", len(plans), time.perf_counter() - began)
+
+
+def capture_steps(
+    buckets: tuple[int, ...], max_model_len: int, split: int, is_hybrid: bool
+) -> Iterator[StepPlan]:
+    """Steps of decoding on scratch that have the graphs of start-up captured, the largest first.
+
+    Largest first: then each finds the memory that it needs among what the others have left. They
+    are of requests that see keys of two splits, of `split` each, and draw, and of greedy ones that
+    see one. Graphs of each power of two up to `max_model_len` would take as long again each;
+    requests grow into those one by one. Slot 0 is left as it was found.
+    """
+    for start, temperature in ((split if split < max_model_len else 0, 1.0), (0, 0.0)):
+        sampling = pack_sampling([SlotSampling(temperature=temperature)])
+        for height in reversed(buckets):
+            rows = Rows(
+                slot=int32s([0] * height),
+                start=int32s([start] * height),
+                count=int32s([1] * height),
+                phase=int32s([Phase.DECODE] * height),
+            )
+            yield _on_scratch(rows, sampling, is_hybrid)
 
 
 @torch.inference_mode()

@@ -287,6 +287,8 @@ class Loaded:
     num_states: int = 0
     state_bytes: int = 0
     """Of one recurrent state, all layers; 0: the model has none."""
+    graph_bytes: int = 0
+    """Of the graphs that are captured at start-up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,6 +324,8 @@ class StepResult:
     checksums: array[int] | None = None
     num_replays: int = 0
     """Graphs that the rank has replayed so far."""
+    eager: tuple[str, ...] = ()
+    """Why pieces of the step were no replays, a reason each (workers/graph_pool.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

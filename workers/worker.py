@@ -39,7 +39,7 @@ from unisono.workers.memory import (
 )
 from unisono.workers.model_runner import LateOutput, ModelRunner, StepOutput
 from unisono.workers.orders import WorkerOrders
-from unisono.workers.profile_run import measure_budget
+from unisono.workers.profile_run import capture_graphs, measure_budget
 from unisono.workers.protocol import (
     Allocate,
     Loaded,
@@ -73,6 +73,7 @@ class _Running(NamedTuple):
     began: float
     output: StepOutput | LateOutput
     digest: int
+    eager: tuple[str, ...]
 
 
 class Worker:
@@ -133,10 +134,10 @@ class Worker:
         self._weights.load(self._config.model_path, self._config.load_format)
         self._report.enter("take memory")
         self._runner = self._build_runner(ops)
-        activations = 0
+        activations = graph_bytes = 0
         if self._device.type == "cuda":
-            memory = (self._cache, self._states)
-            activations, budget = measure_budget(
+            memory = (self._graphs, self._cache, self._states)
+            activations, graph_bytes, budget = measure_budget(
                 self._config, self._orders.max_step_tokens, self._runner, *memory, free
             )
         else:
@@ -153,6 +154,7 @@ class Worker:
                 dtype=self._config.dtype,
                 weight_bytes=weight_bytes(*self._part, self._device.type),
                 activation_bytes=activations,
+                graph_bytes=graph_bytes,
                 block_bytes=sizes[0],
                 num_states=num_states,
                 state_bytes=sizes[1],
@@ -194,9 +196,11 @@ class Worker:
     def _launch(self, plan: StepPlan) -> None:
         self._report.step = plan.step
         began = time.perf_counter()
+        self._graphs.eager.clear()
         step, watch = partial(self._runner.step, plan), self._watch
         output = step() if watch is None else watch.launch(plan.step, plan.rows, step)
-        self._running.append(_Running(plan.step, began, output, self._group.digest))
+        told = (self._group.digest, tuple(self._graphs.eager))
+        self._running.append(_Running(plan.step, began, output, *told))
 
     def _answer(self) -> None:
         step = self._running.popleft()
@@ -216,6 +220,7 @@ class Worker:
                 digest=step.digest,
                 seconds=time.perf_counter() - step.began,
                 num_replays=self._graphs.num_replays,
+                eager=step.eager,
             )
         )
 
@@ -231,6 +236,8 @@ class Worker:
                 self._cache.allocate(num_blocks)
                 if self._states is not None:
                     self._states.allocate(num_states)
+                if self._config.capture == "start":
+                    capture_graphs(self._config, self._runner, self._graphs, self._report.enter)
             case Release(weights=weights):
                 self._report.enter("give memory back")
                 self._cache.release()
@@ -258,15 +265,17 @@ class Worker:
         windows = {config.model.window_of(layer) for layer in range(config.model.num_layers)}
         sampler = Sampler(ops, self._group, partition, config.num_token_ids)
         on_host = NEED_THE_HOST & {*config.reference_ops}
-        off = "--no-graphs" if config.no_graphs else "references" if on_host else ""
+        is_ours = config.attn == "triton" and not on_host
+        off = "references" if on_host else "" if is_ours else f"--attn {config.attn}"
+        off = "--no-graphs" if config.no_graphs else off
         owners = (self._cache, self._states, slots, self._weights)
         owners_there = [owner for owner in owners if owner is not None]
         self._graphs = self.make_pool(self._device, self._group, owners_there, off)
         decode = None
-        if self._device.type == "cuda" and config.attn == "triton" and not on_host:
+        if self._device.type == "cuda" and is_ours:
             width, rows = config.model.hidden_size, config.max_requests
             buffers = StepBuffers(rows, width, self._dtype, self._device)
-            owned = (self._cache, slots, sampler, self._graphs, buffers)
+            owned = (self._cache, slots, sampler, self._graphs, buffers, config.graph_buckets)
             decode = DecodeSteps(self._weights, *owned, shape, windows, self._states)
         builder = BatchBuilder(
             ops,

@@ -74,3 +74,54 @@ def test_a_faulty_rank_is_named(tmp_path: Path) -> None:
         "first difference: layers.0.mlp silu_and_mul, position 0, rank 1: other bits; with its "
         "reference the difference is gone: the kernel is at fault"
     )
+
+
+LONGER = ("--load-format", "random", "--prompts", "4", "--max-tokens", "24", "--json")
+ALONE = ("--batch", "1", "--chunk", "none", "--prefix-cache", "off", "--pre-empt", "off")
+
+
+def test_answers_are_the_same_where_ranks_sleep_and_load_again(tmp_path: Path) -> None:
+    """Both by default. Weights of a bare config are made again, the same."""
+    env = plant(tmp_path, None, {"unisono.workers.model_runner:ModelRunner.step": SLOW})
+    out, _ = run("verify", model(tmp_path), "--tp", "2", *ALONE, *LONGER, env=env)
+    report = json.loads(out)
+    assert report["ok"]
+    assert [entry["label"] for entry in report["settings"]] == [
+        "plain",
+        "batch 4, sleep",
+        "batch 4, reload",
+        "batch 4, sleep, reload",
+    ]
+
+
+SLOW = """def planted(original, self, plan):
+    import time
+    time.sleep(0.01)
+    return original(self, plan)"""
+"""Else an answer of a tiny model may have ended before an order comes."""
+OTHER_WEIGHTS = """
+def planted(original, self, path, load_format):
+    original(self, path, load_format)
+    if self.generation > 1:
+        self._model.layers[1].mlp_norm.weight[0] += 1.0
+"""
+
+
+@pytest.mark.parametrize("axis", ["sleep", "reload"])
+def test_weights_that_are_others_when_they_are_loaded_again_are_found(
+    tmp_path: Path, axis: str
+) -> None:
+    patches = {
+        "unisono.workers.weights:Weights.load": OTHER_WEIGHTS,
+        "unisono.workers.model_runner:ModelRunner.step": SLOW,
+    }
+    env = plant(tmp_path, None, patches)
+    other = {"sleep": "--reload", "reload": "--sleep"}[axis]
+    out, _ = run("verify", model(tmp_path), *ALONE, *LONGER, other, "off", env=env, code=1)
+    plain, bad = json.loads(out)["settings"]
+    assert (plain["ok"], bad["ok"], bad["note"]) == (True, False, "")
+    assert bad["first"]["token"] > 0
+    assert bad["finding"] == (
+        "first difference: layers.1.mlp_norm add_rms_norm, position 0, rank 0: other bits; with "
+        "its reference the difference stays: look at what the op is given"
+    )

@@ -8,11 +8,15 @@ import pytest
 import torch
 
 from tests.closeness import assert_same_bits
-from tests.rig import LocalEngine
+from tests.rig import LocalEngine, Rank
 from tests.tiny import random_ids, write_checkpoint
 from unisono.ops.by_reference import NEED_THE_HOST, REFERENCES, with_references
+from unisono.ops.comm import solo_group
 from unisono.ops.table import Ops
 from unisono.runtime.protocol import SamplingParams
+from unisono.workers.config import WorkerConfig
+from unisono.workers.graph_pool import GraphPool
+from unisono.workers.profile_run import capture_graphs
 
 pytestmark = pytest.mark.gpu
 
@@ -129,3 +133,136 @@ def test_a_reference_that_needs_no_host_is_captured_too(name: str, tmp_path: Pat
     got = engine.generate(prompts, 12)
     assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
     assert engine.ranks[0].pool.num_replays > 0
+
+
+@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "beside others"])
+@pytest.mark.parametrize("failure", [RuntimeError("planted"), KeyboardInterrupt(), None], ids=str)
+def test_a_failed_capture_changes_nothing_and_is_recorded_again(
+    failure: BaseException | None, is_alone: bool
+) -> None:
+    """A fault, a Ctrl-C, and (None) memory that is full, behind half of the body's work."""
+    pool = GraphPool(GPU, solo_group(), [])
+    x = torch.zeros(1 << 20, device=GPU)
+
+    def body(*, whole: bool = True) -> torch.Tensor:
+        x.copy_(x + 1)
+        if not whole and failure is not None:
+            raise failure
+        if not whole:
+            torch.empty(1 << 50, dtype=torch.uint8, device=GPU)
+        return x * 2
+
+    if not is_alone:
+        for _ in range(2):
+            pool.run("probe", "other", body)
+    before = x.clone()
+    pool.run("probe", 1, body)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError if failure is None else type(failure)):
+            pool.run("probe", 1, lambda: body(whole=False))
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        assert torch.equal(x, before + 1)
+    for count in (2, 3):
+        out = pool.run("probe", 1, body)
+        assert torch.equal(x, before + count)
+        assert torch.equal(out, 2 * x)
+    if not is_alone:
+        pool.run("probe", "other", body)
+        assert torch.equal(x, before + 4)
+    assert pool.num_captures == 1 + (not is_alone)
+
+
+def test_steps_beyond_the_buckets_run_eagerly_and_say_so(model: Path) -> None:
+    prompts = prompts_for(model, 11)
+    options = {"dtype": "bfloat16", "device": GPU, "max_requests": 11}
+    arrivals = [2 * i for i in range(len(prompts))]
+    want = LocalEngine(model, **options).generate(prompts, 30, arrivals)
+    engine = LocalEngine(model, graphs=True, graph_buckets=(2, 6), **options)
+    got = engine.generate(prompts, 30, arrivals)
+    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
+    [rank] = engine.ranks
+    assert {key[0] for piece, key in rank.pool._graphs if piece == "tail"} == {2, 6}
+    beyond = {piece for piece, reason in rank.pool.eager_runs if reason.startswith("more rows")}
+    assert beyond == {"forward", "tail"}
+
+
+@torch.inference_mode()
+def test_capture_at_the_start_writes_to_scratch_only(model: Path) -> None:
+    """B29, amid it all: what is live keeps its bytes, and every bucket has its graph."""
+    engine = LocalEngine(
+        model, dtype="bfloat16", device=GPU, graphs=True, max_requests=5, max_model_len=600
+    )
+    prompts = prompts_for(model, 5)
+    want = engine.generate(prompts, 30)
+    [rank] = engine.ranks
+    rank.pool.drop()
+    live = live_bytes(rank)
+    config = WorkerConfig(
+        model_path="m",
+        model=engine.config,
+        max_model_len=600,
+        graph_buckets=engine.graph_buckets,
+        capture="start",
+    )
+    captures, replays = rank.pool.num_captures, rank.pool.num_replays
+    for _ in range(2):
+        capture_graphs(config, rank.runner, rank.pool)
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(live_bytes(rank), live, strict=True))
+    assert rank.pool.num_captures - captures == 4 * len(engine.graph_buckets)
+    assert rank.pool.num_replays == replays
+    rank.pool.eager_runs.clear()
+    got = engine.generate(prompts, 30)
+    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
+    assert {reason for _, reason in rank.pool.eager_runs} == {"prompt tokens"}
+    assert rank.pool.num_captures - captures == 4 * len(engine.graph_buckets)
+
+
+@torch.inference_mode()
+def test_memory_that_was_taken_anew_has_graphs_of_its_own(model: Path) -> None:
+    """B23, B25: KV and states at other addresses and of another size, nobody told the pool."""
+    engine = LocalEngine(model, dtype="bfloat16", device=GPU, graphs=True, max_requests=5)
+    prompts = prompts_for(model, 5)
+    want = [answer.token_ids for answer in engine.generate(prompts, 30)]
+    [rank] = engine.ranks
+    for more in (0, 9):
+        captures = rank.pool.num_captures
+        held = [(layer.k, layer.v) for layer in rank.cache.layers]  # so that none comes back here
+        rank.cache.allocate(64 + more)
+        if rank.states is not None:
+            rank.states.allocate(len(rank.states._tensors[0][0]) - 1 + more)
+        assert [answer.token_ids for answer in engine.generate(prompts, 30)] == want
+        assert rank.pool.num_captures > captures
+        del held
+
+
+def test_other_weights_answer_as_a_fresh_engine_with_them(model: Path, tmp_path: Path) -> None:
+    """B25: graphs of 1, 2 and 4 rows were captured with the old ones. Then the old ones again."""
+    name = max((name for name in MODELS if model.name.startswith(name)), key=len)
+    write_checkpoint(name, tmp_path, 1)
+    options = {"dtype": "bfloat16", "device": GPU, "max_requests": 4}
+    prompts = prompts_for(model, 7)
+
+    def answers(engine: LocalEngine) -> list[list[int]]:
+        groups = (prompts[:1], prompts[1:3], prompts[3:])
+        return [answer.token_ids for part in groups for answer in engine.generate(part, 20)]
+
+    want, other = answers(LocalEngine(model, **options)), answers(LocalEngine(tmp_path, **options))
+    assert want != other
+    engine = LocalEngine(model, graphs=True, **options)
+    assert [answers(engine) for _ in range(2)] == [want] * 2
+    for path, expected in ((tmp_path, other), (model, want)):
+        engine.reload(path)
+        assert [answers(engine) for _ in range(2)] == [expected] * 2
+    tails = {key[0] for piece, key in engine.ranks[0].pool._graphs if piece == "tail"}
+    assert tails == {1, 2, 4}
+
+
+def live_bytes(rank: Rank) -> list[torch.Tensor]:
+    """What belongs to somebody: all but slot 0, block 0 and state 0."""
+    table = rank.runner._slots
+    live = [part[1:] for layer in rank.cache.layers for part in (layer.k, layer.v)]
+    live += [table.token_ids[1:], table.block_table[1:], table.lengths[1:], table.states[1:]]
+    live += [] if rank.states is None else [tensor[:, 1:] for tensor in rank.states._tensors]
+    return [tensor.contiguous().view(torch.uint8).clone() for tensor in live]

@@ -37,13 +37,19 @@ def taken() -> int:
     return total - free
 
 
-@pytest.mark.parametrize("utilization", [0.5, 0.9])
-def test_an_engine_takes_its_share_of_the_card_and_no_more(utilization: float) -> None:
+@pytest.mark.parametrize("utilization", [0.5, 0.9, 0.95])
+@pytest.mark.parametrize("capture", ["lazy", "start"])
+def test_an_engine_takes_its_share_of_the_card_and_no_more(
+    utilization: float, capture: str
+) -> None:
+    """B10. With graphs of the start their memory is measured, and a part of the share."""
     total = torch.cuda.mem_get_info()[1]
     before = taken()
-    with engine(memory_utilization=utilization) as running:
+    with engine(memory_utilization=utilization, capture=capture) as running:
         ready = running.start()
         assert ready.num_blocks > 0
+        assert (ready.graph_bytes > 0) == (capture == "start")
+        assert ready.graph_bytes < 2 << 30
         assert ready.activation_bytes > 0
         assert ready.weight_bytes > 1 << 30
         started = taken() - before

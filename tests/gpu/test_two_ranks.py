@@ -60,6 +60,20 @@ def test_bf16_answers_are_the_same_alone_and_in_company() -> None:
     tokens(SHAPE, "cuda", 2, "bfloat16")
 
 
+def test_graphs_of_the_start_meet_on_both_ranks() -> None:
+    """All ranks capture in one order: else the collectives inside would wait for ever, or mix."""
+    options = {"device": "cuda", "tp": 2, "dtype": "bfloat16", "max_requests": 8}
+    with LLM(SHAPE, **options) as llm:
+        want = [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
+    with LLM(SHAPE, capture="start", **options) as llm:
+        for _ in range(2):
+            answers = llm.generate(PROMPTS, GREEDY)
+            assert [answer.token_ids for answer in answers] == want
+            assert {reason for reason, _ in answers[-1].eager} == {"prompt tokens"}
+            llm.sleep()
+            llm.wake()
+
+
 def ranks_below() -> dict[int, Any]:
     """The rank processes of this test by their number."""
     found = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,30 @@ def test_a_sound_model_passes_with_and_without_graphs(tmp_path: Path, dtype: str
     verdicts = judged(whole, opener(tmp_path, device=GPU))
     assert all(verdict.ok for verdict in verdicts), table_text(verdicts)
     assert len(verdicts) == len(settings)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3-next"])
+def test_an_interrupted_answer_is_the_same_from_graphs(tmp_path: Path, model: str) -> None:
+    """B23, B26: what was given back comes back at other addresses, with others' bytes in it."""
+    write_checkpoint(model, tmp_path)
+    plain = Setting(tp=1, dtype="bfloat16")
+    four = replace(plain, batch=4, graphs=True)
+    settings = [plain, replace(four, sleep=True), replace(four, reload=True)]
+    settings.append(replace(four, sleep=True, reload=True, chunk=64, prefix_cache=True))
+    verdicts = judged(task(tmp_path, settings, max_tokens=16), opener(tmp_path, device=GPU))
+    assert all(verdict.ok for verdict in verdicts), table_text(verdicts)
+
+
+def test_other_weights_behind_a_graph_are_found(tmp_path: Path) -> None:
+    """B25: what was captured with the old ones is not replayed, and what is new differs."""
+    write_checkpoint("qwen3", tmp_path / "own")
+    write_checkpoint("qwen3", tmp_path / "other", 1)
+    plain = Setting(tp=1, dtype="bfloat16")
+    bad = replace(plain, batch=4, graphs=True, reload=True)
+    open_engine = opener(tmp_path / "own", device=GPU, reloaded=tmp_path / "other")
+    verdicts = judged(task(tmp_path / "own", [plain, bad], max_tokens=16), open_engine)
+    assert [verdict.ok for verdict in verdicts] == [True, False]
+    assert verdicts[1].num_other_logits > 0
 
 
 def test_a_faulty_graph_is_named(tmp_path: Path) -> None:

@@ -325,6 +325,9 @@ def test_the_ready_line_says_where_the_memory_goes():
         "ready: 2 ranks on cuda, weights 8.0 GiB, activations 400.0 MiB, "
         "KV 110.2 GiB (1,204,224 tokens) a rank"
     )
+    assert ready_line(replace(ready, graph_bytes=84 << 20), 1) == (
+        "ready: 1 rank on cuda, weights 8.0 GiB, graphs 84.0 MiB, KV 110.2 GiB (1,204,224 tokens)"
+    )
 
 
 def test_a_digest_names_the_dtype_of_states_where_there_are_some():
@@ -393,6 +396,26 @@ def answer(index=0, tokens=256, first=0.41, total=3.1, reason="length", cached=0
 )
 def test_closing_line(answers, seconds, line):
     assert closing_line(answers, seconds, READY, WORKER) == f"{line} (2 ranks, cuda, bfloat16)"
+
+
+def test_what_came_from_graphs_is_said_where_there_are_any():
+    """Of a GPU also that nothing did, and why; a CPU's line has no word of it, its JSON has."""
+    eager = (("first run", 2), ("prompt tokens", 2))
+    answers = [replace(answer(0), num_replays=20, eager=eager), replace(answer(1), num_replays=510)]
+    line = closing_line(answers, 3.0, READY, WORKER)
+    assert line.endswith("first token 0.41 s, 510 graph replays (2 ranks, cuda, bfloat16)")
+    answers[1] = replace(answers[1], eager=eager)
+    line = closing_line(answers, 3.0, READY, WORKER)
+    said = "510 graph replays, 4 eager runs (2 first run, 2 prompt tokens)"
+    assert line.endswith(f"first token 0.41 s, {said} (2 ranks, cuda, bfloat16)")
+    none = [replace(answer(), eager=(("--no-graphs", 512),))]
+    line = closing_line(none, 3.0, READY, WORKER)
+    assert "0 graph replays, 512 eager runs (512 --no-graphs)" in line
+    assert "graph" not in closing_line(none, 3.0, READY, replace(WORKER, device="cpu"))
+    out = io.StringIO()
+    prompts = [Prompt(text="p", origin="o")]
+    show(iter(none), prompts, Console(out, io.StringIO()), as_json=True)
+    assert json.loads(out.getvalue())["graphs"] == {"replays": 0, "eager": {"--no-graphs": 512}}
 
 
 def test_the_floor_is_told_of_one_answer_on_a_known_card():

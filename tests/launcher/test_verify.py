@@ -26,11 +26,17 @@ from unisono.launcher.verify_oracle import Oracle, OracleBroken
 from unisono.launcher.verify_run import NUM_TOP
 from unisono.runtime.protocol import (
     Delta,
+    EngineAsleep,
+    EngineAwake,
     EngineReady,
     Finished,
+    Order,
+    Reload,
     Reschedule,
     SamplingParams,
+    Sleep,
     Tokens,
+    Wake,
     WorkerLost,
 )
 from unisono.workers.protocol import logprob_width
@@ -51,11 +57,14 @@ class FakeEngine:
     on_start: Callable[[], None] = lambda: None
     on_setting: Callable[[int], None] = lambda number: None
     twist: Callable[[FakeEngine, int], int] = lambda engine, token: token
+    on_order: Callable[[Order], str] = lambda wanted: ""
 
     def __init__(self, config: LaunchConfig) -> None:
         self.worker = config.runtime.worker
         self.limits = Reschedule(num_blocks=1, max_step_tokens=1, prefix_cache=False)
         self._events: deque[Delta | Tokens | Finished] = deque()
+        self.states: deque[EngineAsleep | EngineAwake] = deque()
+        self.ordered: list[Order] = []
         self._num_asked = 0
 
     def __enter__(self) -> FakeEngine:
@@ -115,8 +124,16 @@ class FakeEngine:
         )
         return self._num_asked
 
+    def order(self, wanted: Order) -> None:
+        self.ordered.append(wanted)
+        error = type(self).on_order(wanted)
+        level = wanted.level if isinstance(wanted, Sleep) else 0
+        self.states.append(
+            EngineAsleep(level=level, error=error) if level else EngineAwake(error=error)
+        )
+
     def poll(self, timeout_s: float) -> Sequence[Delta | Tokens | Finished]:
-        return [self._events.popleft()]
+        return [] if self.states else [self._events.popleft()]
 
 
 @pytest.fixture
@@ -246,6 +263,53 @@ def test_what_differs_from_graphs_only_is_a_graphs_fault(
     assert "unisono: looking for the op at fault: 1 rank, bfloat16, graphs" in err
     watched = engines.started[-1].worker
     assert (watched.no_graphs, bool(watched.trace_dir)) == (True, True)
+
+
+INTERRUPTED = ("--load-format", "random", "--prompts", "3", "--max-tokens", "16")
+
+
+def test_answers_long_enough_are_interrupted_by_sleep_and_reload(
+    run: Run, model: str, engines: type[FakeEngine]
+) -> None:
+    code, out, _ = run(model, *INTERRUPTED, *ALONE, "--json")
+    said = json.loads(out)
+    assert (code, said["ok"]) == (0, True)
+    assert [(entry["label"], entry["sleep"], entry["reload"]) for entry in said["settings"]] == [
+        ("plain", False, False),
+        ("batch 4, sleep", True, False),
+        ("batch 4, reload", False, True),
+        ("batch 4, sleep, reload", True, True),
+    ]
+    [engine] = engines.started
+    nap = [Sleep(level=1), Wake()]
+    deep = [Sleep(level=2), Wake()]
+    again = Reload(path=model, load_format="random")
+    assert engine.ordered == [*deep, *nap, again, *deep, again, *nap]
+    assert len(json.loads(run(model, *RANDOM, *ALONE, "--json")[1])["settings"]) == 1, "too short"
+
+
+@pytest.mark.parametrize("axis", ["sleep", "reload"])
+def test_an_order_that_fails_is_a_promise_that_does_not_hold(
+    run: Run, model: str, engines: type[FakeEngine], axis: str
+) -> None:
+    engines.on_order = lambda wanted: "" if isinstance(wanted, Sleep) else "rank 1: torn"
+    other = {"sleep": "reload", "reload": "sleep"}[axis]
+    code, out, _ = run(model, *INTERRUPTED, *ALONE, f"--{other}", "off", "--json")
+    plain, bad = json.loads(out)["settings"]
+    assert (code, plain["ok"], bad["ok"]) == (1, True, False)
+    assert bad["note"] == "failed: rank 1: torn"
+
+
+@pytest.mark.parametrize("axis", ["--sleep", "--reload"])
+def test_answers_too_short_to_be_interrupted_are_refused(
+    run: Run, model: str, engines: type[FakeEngine], axis: str
+) -> None:
+    code, out, err = run(model, *RANDOM, axis, "on,off")
+    assert (code, out, engines.started) == (2, "", [])
+    assert err == (
+        f"unisono: error: {axis} on: answers of --max-tokens 4 have ended before the engine hears "
+        "of it; choose off, or at least 16 tokens\n"
+    )
 
 
 def agreeing(oracle: Oracle, sequences: Any, forced: Any, environ: Any) -> Iterator[array[int]]:

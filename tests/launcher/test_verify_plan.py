@@ -17,6 +17,7 @@ from unisono.launcher.verify_plan import (
     Sizes,
     by_engine,
     engine_options,
+    interruptions,
     limits,
     matrix,
     what_was_missed,
@@ -24,6 +25,7 @@ from unisono.launcher.verify_plan import (
 from unisono.launcher.verify_prompts import LENGTHS, id_prompts, text_prompts
 from unisono.launcher.verify_run import NOBODY, order_of, summed_place
 from unisono.models.config import ConfigError
+from unisono.runtime.protocol import Reload, Sleep, Wake
 from unisono.workers.config import WorkerConfig
 
 PLAIN = Setting(tp=1, dtype="float32")
@@ -37,6 +39,8 @@ GIVEN: dict[str, Any] = {
     "pre_empt": "off",
     "graphs": None,
     "speculate": None,
+    "sleep": None,
+    "reload": None,
     "against": None,
     "seeded": False,
     "full": False,
@@ -51,6 +55,8 @@ VALUES = {
     "pre_empt": (False, True),
     "graphs": (False,),
     "speculate": ("off",),
+    "sleep": (False,),
+    "reload": (False,),
 }
 NOTHING = Reach(
     longest_prompt=0, num_cached_tokens=0, num_preemptions=0, num_replays=0, num_drafted=0
@@ -126,12 +132,56 @@ def test_an_engine_can_hold_what_its_settings_ask_for() -> None:
         ({"speculate": "3"}, {"num_drafted": 1}, ""),
         ({"speculate": "3", "pre_empt": True}, {"num_preemptions": 1}, ""),
         ({"speculate": "3", "graphs": True}, {"num_drafted": 1}, ""),
+        ({"sleep": True}, {}, "nobody was answered when the engine slept"),
+        ({"sleep": True}, {"interrupted": frozenset({"sleep"})}, ""),
+        ({"reload": True}, {}, "nobody was answered when weights were loaded"),
+        ({"reload": True}, {"interrupted": frozenset({"reload"})}, ""),
     ],
 )
 def test_what_was_not_reached_is_said(
     change: dict[str, Any], reach: dict[str, int], missed: str
 ) -> None:
     assert what_was_missed(replace(PLAIN, **change), replace(NOTHING, **reach)) == missed
+
+
+def test_each_axis_has_a_first_word_before_one_has_its_second() -> None:
+    again = Reload(path="m", load_format="auto")
+    both = replace(PLAIN, sleep=True, reload=True)
+    assert interruptions(both, again) == [
+        ("sleep", (Sleep(level=2), Wake())),
+        ("reload", (again,)),
+        ("sleep", (Sleep(level=1), Wake())),
+    ]
+    assert interruptions(PLAIN, again) == []
+    [sleep, reload] = [
+        each
+        for each in matrix(
+            (1,),
+            ("float32",),
+            {**VALUES, "sleep": (False, True), "reload": (False, True)},
+            seeded=False,
+            full=False,
+        )
+        if each.label in ("batch 4, sleep", "batch 4, reload")
+    ]
+    assert (sleep.sleep, reload.reload) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_tokens", "values"),
+    [
+        (None, 16, (False, True)),
+        (None, 15, (False,)),
+        ("off", 16, (False,)),
+        ("on", 16, (False, True)),
+    ],
+)
+def test_interruptions_are_tried_where_there_is_time(
+    asked: str | None, max_tokens: int, values: tuple[bool, ...]
+) -> None:
+    given = {**GIVEN, "sleep": asked, "reload": asked, "max_tokens": max_tokens}
+    choices = with_defaults(read_choices(given), worker())
+    assert (choices.values["sleep"], choices.values["reload"]) == (values, values)
 
 
 def test_requests_fill_batches_and_waves_come_again_to_caches_and_graphs() -> None:
@@ -171,6 +221,8 @@ def test_prompts_have_many_lengths_and_common_beginnings() -> None:
         ({"prefix_cache": "yes"}, "--prefix-cache yes: choose on, off or on,off"),
         ({"pre_empt": ""}, "--pre-empt : choose on, off or on,off"),
         ({"graphs": "auto"}, "--graphs auto: choose on, off or on,off"),
+        ({"sleep": "2"}, "--sleep 2: choose on, off or on,off"),
+        ({"reload": "yes"}, "--reload yes: choose on, off or on,off"),
         ({"speculate": "off,9"}, "--speculate 9: choose off, auto, 1, 2"),
         ({"against": "vllm"}, "--against vllm: choose transformers"),
         ({"max_tokens": 0}, "--max-tokens 0: must be at least 1"),
@@ -196,6 +248,8 @@ def test_options_become_values_with_the_plain_one_among_them() -> None:
         "pre_empt": (False,),
         "graphs": (False,),
         "speculate": ("off",),
+        "sleep": (False,),
+        "reload": (False,),
     }
     assert (choices.tps, choices.num_prompts) == ((2, 1), 3)
 

@@ -38,6 +38,8 @@ WIDEST = Setting(
     prefix_cache=True,
     pre_empt=True,
     graphs=True,
+    sleep=True,
+    reload=True,
     seeded=True,
 )
 FACTS = Facts(model="a <model>", machine="a CPU, 2 cores", versions={"unisono": "0.1.0"})

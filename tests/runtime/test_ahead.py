@@ -55,7 +55,13 @@ class Ranks:
         number, tokens = self.due.popleft()
         assert number == step
         return StepResult(
-            rank=0, step=step, tokens=int32s(tokens), digest=0, seconds=0.0, num_replays=3 * step
+            rank=0,
+            step=step,
+            tokens=int32s(tokens),
+            digest=0,
+            seconds=0.0,
+            num_replays=3 * step,
+            eager=("prompt tokens", "sampling") if step == 1 else ("sampling",) * (step % 2),
         )
 
     def check(self) -> None:
@@ -143,6 +149,7 @@ def test_an_engine_takes_other_limits_once_no_step_is_under_way() -> None:
     assert clients.tokens(1) == expected(request(1, 70, 40))[0]
     # The counts of the ranks go on, and a chunk of 64 tokens is a step of its own.
     assert first.num_replays < second.num_replays == 3 * (22 + 41)
+    assert dict(second.eager) == {"prompt tokens": 1, "sampling": (22 + 41 + 1) // 2}
 
 
 def test_requests_that_follow_each_other_begin_in_one_step() -> None:

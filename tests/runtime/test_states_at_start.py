@@ -13,7 +13,14 @@ import pytest
 from tests.paths import python_path
 from tests.recurrent import CONFIG
 from unisono.runtime.config import RuntimeConfig, RuntimeOrders
-from unisono.runtime.protocol import ENGINE_EVENTS, EngineReady, SamplingParams, Stop, Submit
+from unisono.runtime.protocol import (
+    ENGINE_EVENTS,
+    EngineReady,
+    SamplingParams,
+    Starting,
+    Stop,
+    Submit,
+)
 from unisono.workers.channel import Peer
 from unisono.workers.config import WorkerConfig
 from unisono.workers.orders import orders_line
@@ -22,6 +29,7 @@ from unisono.workers.protocol import (
     Allocate,
     Hello,
     Loaded,
+    Progress,
     Ready,
     Shutdown,
     StepPlan,
@@ -76,7 +84,13 @@ def test_as_many_requests_run_as_have_a_state(
             peer.send(loaded(rank, num_states))
         for rank, peer in enumerate(ranks):
             assert peer.receive(20) == Allocate(num_blocks=64, num_states=min(offered))
+            peer.send(Progress(rank=rank, phase=f"capture graphs, {rank + 1} of 2"))
             peer.send(Ready(rank=rank))
+        # So that a rank that dies of it is said to have died of it.
+        heard = {client.receive(20), client.receive(20)}
+        assert heard == {
+            Starting(rank=rank, phase=f"capture graphs, {rank + 1} of 2") for rank in range(2)
+        }
         ready = client.receive(20)
         assert isinstance(ready, EngineReady)
         assert (ready.num_states, ready.state_bytes) == (min(offered), 3 << 20)

@@ -57,7 +57,8 @@ def worker(max_model_len: int = 1 << 20, **options: int) -> WorkerConfig:
 
 
 def card(**changes: float) -> Budget:
-    facts = {"total": 80 * GIB, "free": 60 * GIB, "weights": 16 * GIB, "activations": 2 * GIB}
+    facts = {"total": 80 * GIB, "free": 60 * GIB, "weights": 16 * GIB}
+    facts |= {"activations": GIB + GIB // 2, "graphs": GIB // 2}
     return card_budget(**{**facts, "utilization": 0.0, **changes})  # type: ignore[arg-type]
 
 
@@ -70,6 +71,16 @@ def test_ranks_share_a_quarter_of_the_free_host_or_what_is_asked() -> None:
 def test_a_card_gives_nine_tenths_less_weights_and_activations() -> None:
     assert offer_blocks(worker(), BLOCK, card()) == (72 - 18) * GIB // BLOCK
     assert offer_blocks(worker(), BLOCK, card(utilization=0.5)) == (40 - 18) * GIB // BLOCK
+
+
+def test_a_message_says_what_takes_the_card() -> None:
+    """B10: weights, step and graphs apart, and the share that is enough."""
+    said = (
+        r"--memory-utilization 0.2 of the card's 80.00 GiB, less 16.00 GiB of weights, 1.50 GiB "
+        r"for a step and 768.00? MiB for graphs, leaves 0.00 MiB: raise it to at least 0.23"
+    ).replace("768.00? MiB", "0.75 GiB")
+    with pytest.raises(OutOfMemory, match=said):
+        offer_blocks(worker(), BLOCK, card(utilization=0.2, graphs=GIB * 3 // 4))
 
 
 def test_what_others_hold_of_a_card_cannot_be_had() -> None:

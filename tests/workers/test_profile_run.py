@@ -9,9 +9,17 @@ import torch
 
 from tests.rig import LocalEngine
 from tests.tiny import random_ids, write_checkpoint
+from unisono.workers import profile_run
 from unisono.workers.config import WorkerConfig
-from unisono.workers.profile_run import GRAPH_BYTES, largest_step, measure_budget, rehearse
-from unisono.workers.protocol import Phase
+from unisono.workers.graph_pool import GraphPool
+from unisono.workers.profile_run import (
+    GRAPH_BYTES,
+    capture_steps,
+    largest_step,
+    measure_budget,
+    rehearse,
+)
+from unisono.workers.protocol import Phase, unpack_sampling
 
 
 @pytest.mark.parametrize(
@@ -93,8 +101,9 @@ def test_a_card_is_measured_while_the_step_runs(
     [rank] = engine.ranks
     step = rank.runner.step
     monkeypatch.setattr(rank.runner, "step", lambda plan: (calls.append("step"), step(plan))[1])
-    activations, budget = measure_budget(config, 150, rank.runner, rank.cache, None, 75 << 30)
-    assert activations == 3 << 30
+    measured = measure_budget(config, 150, rank.runner, rank.pool, rank.cache, None, 75 << 30)
+    activations, graph_bytes, budget = measured
+    assert (activations, graph_bytes) == (3 << 30, 0)
     assert budget.share == int((80 << 30) * 0.9) - (25 << 30) - (3 << 30) - GRAPH_BYTES
     assert budget.most == (50 << 30) - (3 << 30) - GRAPH_BYTES
     assert calls == [
@@ -102,6 +111,61 @@ def test_a_card_is_measured_while_the_step_runs(
         *("step", "step", "synchronize", "max_memory_reserved", "empty_cache", "mem_get_info"),
     ]
     assert rank.cache.layers[0].k.shape[0] == 1, "scratch alone is left"
+
+
+def test_graphs_of_the_start_are_measured_and_the_cache_leaves_them_room(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step twice: eagerly, then to be captured. What is measured there is gone again after."""
+    calls: list[str] = []
+    taken = {"graphs": 0, "kernels": 0}
+    monkeypatch.setattr(profile_run, "passing_bytes", lambda run: 3 << 30)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda: ((50 << 30) - sum(taken.values()), 80 << 30)
+    )
+
+    def capture(config: object, runner: object, graphs: GraphPool) -> None:
+        calls.append("capture")
+        taken["kernels"] = 1 << 28
+        taken["graphs"] += 1 << 27
+
+    def drop() -> None:
+        calls.append("drop")
+        taken["graphs"] = 0
+
+    monkeypatch.setattr(profile_run, "capture_graphs", capture)
+    engine = LocalEngine(model, max_model_len=100, max_requests=5)
+    [rank] = engine.ranks
+    monkeypatch.setattr(rank.pool, "drop", drop)
+    config = WorkerConfig(
+        model_path="m", model=engine.config, max_model_len=100, max_requests=5, capture="start"
+    )
+    measured = measure_budget(config, 150, rank.runner, rank.pool, rank.cache, None, 75 << 30)
+    activations, graph_bytes, budget = measured
+    assert (activations, graph_bytes) == (3 << 30, 1 << 27)
+    assert calls == ["capture", "drop", "capture", "drop"]
+    left = (50 << 30) - (1 << 28) - (3 << 30) - GRAPH_BYTES - (1 << 27)
+    assert budget.most == left
+
+
+def test_steps_of_the_start_are_on_scratch_and_the_largest_comes_first() -> None:
+    plans = list(capture_steps((1, 4, 12), 2000, 512, is_hybrid=False))
+    assert [(len(plan.rows), plan.rows.start[0]) for plan in plans] == [
+        *((12, 512), (4, 512), (1, 512)),
+        *((12, 0), (4, 0), (1, 0)),
+    ]
+    for plan in plans:
+        assert set(plan.rows.slot) == {0}
+        assert set(plan.rows.count) == {1}
+        assert plan.rows.decode_only
+        assert plan.open_slot.tolist() == plan.open_tokens.tolist() == [0]
+    drawn = [not unpack_sampling(plan.open_sampling)[0].is_greedy for plan in plans]
+    assert drawn == [True] * 3 + [False] * 3, "the last leaves slot 0 plain"
+    short = list(capture_steps((1, 4), 512, 512, is_hybrid=True))
+    assert [plan.rows.start[0] for plan in short] == [0] * 4
+    assert {plan.open_state.tolist()[0] for plan in short} == {0}
 
 
 def live_state(rank) -> tuple[torch.Tensor, torch.Tensor]:

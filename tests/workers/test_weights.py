@@ -39,12 +39,12 @@ class Quiet:
         pass
 
 
-def owner_of(path: Path) -> Weights:
+def owner_of(path: Path, *, drafts: bool = False) -> Weights:
     model = read_model_config(path)
     config = WorkerConfig(model_path=str(path), model=model, max_model_len=64)
     ops = dispatch.resolve(CPU, model.head_dim, "tiled")
     build = Build(ops, solo_group(), torch.float32, CPU)
-    partition = ModelPartition.of(model, 1)
+    partition = ModelPartition.of(model, 1, drafts=drafts)
     return Weights(config, partition, build, cast(Reporter, Quiet()))
 
 
@@ -79,6 +79,26 @@ def test_dropped_weights_are_gone_and_loaded_ones_compute(paths: list[Path]) -> 
             owner.logits(hidden)
     assert torch.equal(logits[0], logits[2])
     assert not torch.equal(logits[0], logits[1])
+
+
+def test_the_layer_that_drafts_is_loaded_again_with_the_others(tmp_path: Path) -> None:
+    """B24: of zeros its drafts would all be wrong, and every answer still right."""
+    paths = [tmp_path / "own", tmp_path / "other"]
+    for seed, path in enumerate(paths):
+        write_checkpoint("qwen3-next", path, seed, mtp=True)
+    owner = owner_of(paths[0], drafts=True)
+    pairs = torch.randn(3, 2 * owner.config.hidden_size)
+    hidden = torch.randn(3, owner.config.hidden_size)
+    found = []
+    for path in (paths[0], paths[1], paths[0]):
+        owner.load(str(path), "auto")
+        with torch.inference_mode():
+            mixed = cast(Any, owner._model).mtp.fc(pairs)
+            found.append(torch.cat((mixed, owner.draft_logits(hidden)), dim=1))
+        owner.drop()
+    assert torch.equal(found[0], found[2])
+    assert not (found[0] == found[1]).any()
+    assert found[0].abs().min() > 0
 
 
 def test_the_former_weights_are_gone_before_others_are_read(

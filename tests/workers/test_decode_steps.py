@@ -1,0 +1,162 @@
+"""Which graph serves a step of decoding, and which of them are there from the start."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launcher.fakes import tiny_model
+from tests.workers.fake_graphs import Card, fake_card
+from unisono.launcher.graph_options import buckets_up_to
+from unisono.ops.comm import solo_group
+from unisono.workers.config import WorkerConfig
+from unisono.workers.decode_steps import DecodeSteps
+from unisono.workers.graph_pool import GraphPool
+from unisono.workers.profile_run import capture_graphs
+from unisono.workers.protocol import (
+    Phase,
+    Rows,
+    SlotSampling,
+    StepPlan,
+    int32s,
+    pack_sampling,
+    unpack_sampling,
+)
+
+pytest.importorskip("triton")
+
+MOST = 11
+
+
+class Steps(DecodeSteps):
+    """Steps whose bodies compute nothing: `ran` are those that ran, eagerly or replayed."""
+
+    def __init__(self, pool: GraphPool, card: Card, buckets: Sequence[int]) -> None:
+        buffers: Any = SimpleNamespace(
+            max_rows=MOST,
+            hidden=torch.zeros(MOST, 1),
+            give_slots=lambda slots, height: self.given.append((list(slots), height)),
+            take_result=lambda tokens: tokens,
+        )
+        nothing: Any = None
+        super().__init__(*(nothing, nothing, nothing, nothing, pool, buffers, buckets, nothing, ()))
+        self.given: list[tuple[list[int], int]] = []
+        self.ran: Counter[tuple[int, ...]] = Counter()
+        self._card = card
+
+    def step(self, plan: StepPlan) -> None:
+        assert self.serves(plan.rows)
+        assert len(self.forward(plan.rows)) == len(plan.rows)
+        [recipe] = unpack_sampling(plan.open_sampling) or [SlotSampling()]
+        tokens: Any = self.tail(plan.rows, not recipe.is_plain)
+        assert len(tokens) == len(plan.rows)
+
+    def _forward(self, height: int, num_splits: int) -> None:
+        self._card.do(lambda: self.ran.update([(height, num_splits)]))
+
+    def _tail(self, height: int, draws: bool) -> torch.Tensor:
+        self._card.do(lambda: self.ran.update([(height,)]))
+        return torch.zeros(height)
+
+
+@pytest.fixture
+def card() -> Iterator[Card]:
+    with fake_card() as made:
+        yield made
+
+
+def made(card: Card, buckets: Sequence[int]) -> tuple[GraphPool, Steps]:
+    pool = GraphPool(torch.device("cuda"), solo_group(), [])
+    return pool, Steps(pool, card, buckets)
+
+
+def decoding(num_rows: int, start: int = 0, temperature: float = 0.0) -> StepPlan:
+    rows = Rows(
+        slot=int32s(range(1, num_rows + 1)),
+        start=int32s([start, *[0] * (num_rows - 1)]),
+        count=int32s([1] * num_rows),
+        phase=int32s([Phase.DECODE] * num_rows),
+    )
+    sampling = pack_sampling([SlotSampling(temperature=temperature)])
+    return StepPlan(step=1, rows=rows, open_sampling=sampling)
+
+
+def test_a_step_takes_the_next_larger_graph_and_beyond_the_last_none(card: Card) -> None:
+    pool, steps = made(card, (2, 6))
+    for num_rows in range(1, MOST + 1):
+        steps.step(decoding(num_rows))
+        steps.step(decoding(num_rows))
+    assert {height for _, height in steps.given} == {2, 6, *range(7, MOST + 1)}
+    tails = {key for piece, key in pool._graphs if piece == "tail"}
+    assert tails == {(2, False), (6, False)}
+    beyond = 2 * (MOST - 6)
+    assert pool.eager_runs == {
+        ("forward", "first run"): 2,
+        ("tail", "first run"): 2,
+        ("forward", "more rows than graph buckets"): beyond,
+        ("tail", "more rows than graph buckets"): beyond,
+    }
+    assert pool.num_replays == 2 * (2 * MOST - 2 - beyond)
+
+
+def test_every_number_of_rows_has_a_graph_of_little_padding(card: Card) -> None:
+    """B35: no size between two ladders falls through."""
+    for most in (1, 2, 7, 32, 33, 100, 257):
+        buckets = buckets_up_to(most)
+        _, steps = made(card, buckets)
+        for num_rows in range(1, most + 1):
+            height, eager = steps._sized(decoding(num_rows).rows)
+            assert (height in buckets, eager) == (True, "")
+            assert num_rows <= height < max(2 * num_rows, num_rows + 32)
+
+
+@pytest.mark.parametrize(
+    ("start", "num_splits"),
+    [(0, 1), (511, 1), (512, 2), (1023, 2), (1024, 4), (2047, 4), (2048, 8), (40_000, 128)],
+)
+def test_graphs_are_of_powers_of_two_of_splits(card: Card, start: int, num_splits: int) -> None:
+    _, steps = made(card, (2, 6))
+    steps.step(decoding(2, start))
+    assert set(steps.ran) == {(2, num_splits), (2,)}
+
+
+@pytest.mark.parametrize(("longest", "num_splits"), [(300, 1), (5000, 2)])
+def test_graphs_of_the_start_serve_every_new_request(
+    card: Card, longest: int, num_splits: int
+) -> None:
+    """The largest is captured first, each once, and nobody has asked for what ran for it."""
+    pool, steps = made(card, (1, 4, MOST))
+    config = WorkerConfig(
+        model_path="m",
+        model=tiny_model(),
+        max_model_len=longest,
+        graph_buckets=(1, 4, MOST),
+        capture="start",
+    )
+    phases: list[str] = []
+    runner: Any = steps
+    capture_graphs(config, runner, pool)
+    pool.drop()
+    capture_graphs(config, runner, pool, phases.append)
+    count = 6
+    assert phases == [f"capture graphs, {n} of {count}" for n in range(1, count + 1)]
+    assert [key for piece, key in pool._graphs if piece == "forward"] == [
+        (height, splits) for splits in (2, 1)[-num_splits:] for height in (MOST, 4, 1)
+    ]
+    assert [key for piece, key in pool._graphs if piece == "tail"] == [
+        (height, draws) for draws in (True, False) for height in (MOST, 4, 1)
+    ]
+    assert all(set(slots) == {0} for slots, _ in steps.given)
+    assert pool.num_replays == 0
+    captures = pool.num_captures
+    pool.eager.clear()
+    for num_rows in range(1, MOST + 1):
+        for start, heat in ((0, 0.0), (min(longest, 1024) - 1, 0.9)):
+            steps.step(decoding(num_rows, start, heat))
+    assert (pool.eager, pool.num_captures) == ([], captures)
+    assert pool.num_replays == 4 * MOST
