@@ -80,6 +80,12 @@ class SlotSampling:
         return self.is_greedy and not self.is_penalized and not self.is_biased
 
     @property
+    def is_drawn_whole(self) -> bool:
+        """Whether it is drawn by the model's own logits, from all ids."""
+        altered = self.is_filtered or self.is_penalized or self.is_biased
+        return not self.is_greedy and not altered
+
+    @property
     def wants_logprobs(self) -> bool:
         return self.logprobs >= 0 or self.prompt_logprobs >= 0
 

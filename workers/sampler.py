@@ -74,6 +74,16 @@ class Sampler:
         """logits [S, this rank's rows] fp32 -> the winning keys of the whole vocabulary [S]."""
         return self._group.max(self._keys(logits))
 
+    def drawn_keys(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+    ) -> Tensor:
+        """The same of rows drawn from all ids; temperature [S] fp64, seeds and positions [S] int64.
+
+        A row of temperature 0 is greedy. Nothing is asked of the device.
+        """
+        noisy = self._ops.add_noise(logits, temperature, seeds, positions, self._first_id)
+        return self._group.max(self._keys(noisy))
+
     def _keys(self, logits: Tensor) -> Tensor:
         return self._ops.argmax_keys(logits, self._first_id, self._num_ids)
 

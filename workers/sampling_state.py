@@ -54,9 +54,10 @@ class SamplingState:
 
     def open(self, slot: int, sampling: SlotSampling) -> None:
         """Choose the tokens of `slot` by `sampling` from now on."""
+        was_plain = self._slots[slot].is_plain
         self._slots[slot] = sampling
-        if sampling.is_plain:
-            return
+        if sampling.is_plain and was_plain:
+            return  # What the device has is its temperature, 0: of no more is asked there.
         reals = (
             sampling.temperature,
             sampling.top_p,
@@ -77,6 +78,11 @@ class SamplingState:
     def of(self, slot: int) -> SlotSampling:
         """How the tokens of `slot` are chosen."""
         return self._slots[slot]
+
+    def drawn(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Temperatures fp64 and seeds int64 of `slots` [n] int64, on the device; greedy ones have
+        temperature 0."""
+        return self._reals[slots, 0], self._wholes[slots, 1]
 
     def rows(
         self, slots: Sequence[int], positions: Tensor, token_ids: Tensor

@@ -125,22 +125,30 @@ def plan_attention(
     )
 
 
-def splits_of_row(max_splits: int, window: int = 0) -> int:
-    """Most splits that one query sees keys of, where its request has at most `max_splits`."""
-    return min(max_splits, (window - 2) // SPLIT + 2) if window else max_splits
+def splits_of_row(max_splits: int, window: int = 0, max_count: int = 1) -> int:
+    """Most splits that up to `max_count` queries of a row see keys of, where its request has at
+    most `max_splits`."""
+    return min(max_splits, (max_count + window - 3) // SPLIT + 2) if window else max_splits
 
 
 def plan_records(
-    shape: AttentionShape, records: Tensor, block_table: Tensor, num_splits: int, window: int = 0
+    shape: AttentionShape,
+    records: Tensor,
+    block_table: Tensor,
+    num_splits: int,
+    window: int = 0,
+    max_count: int = 1,
 ) -> AttentionPlan:
-    """Plan a step of one query a row whose `records` [5, rows] int32 the device writes.
+    """Plan a step of at most `max_count` <= FEW queries a row whose `records` [5, rows] int32 the
+    device writes.
 
     No row sees keys of more than `num_splits` splits, and row i gives its first partial as
-    i * num_splits.
+    i * num_splits. The outputs of tokens that are no row's are left unwritten.
     """
+    assert 1 <= max_count <= FEW, f"{max_count} queries a row are not few"
     few = FewQueries(
         records=records,
-        longest=1,
+        longest=max_count,
         num_splits=num_splits,
         num_partials=records.shape[1] * num_splits,
     )
@@ -166,9 +174,7 @@ def plan_decode_on_device(
     """
     assert 1 <= max_count <= FEW, f"{max_count} queries a row are not few"
     rows = starts.shape[0]
-    num_splits = -(-max_keys // SPLIT)
-    if window:
-        num_splits = min(num_splits, (max_count + window - 3) // SPLIT + 2)
+    num_splits = splits_of_row(-(-max_keys // SPLIT), window, max_count)
     order = torch.arange(rows, dtype=torch.int32, device=starts.device)
     records = torch.stack(
         (order, order * max_count, starts.int(), counts.int(), order * num_splits)
