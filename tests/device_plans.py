@@ -1,7 +1,7 @@
 """Plans that a device lays out, on a CPU: its ops take them by what their records say.
 
 So what a graph would hold runs in tests without a GPU, with the arithmetic of the CPU, and its
-answers have the bits of steps that the host lays out. What belongs to no row is NaN afterwards.
+answers have the bits of steps that the host lays out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def with_device_plans(_rank: int, ops: Ops) -> Ops:
         assert partials == [row * few.num_splits for row in range(len(rows))]
         tables = plan.block_table[torch.tensor(rows)]
         own = ops.plan_attention(plan.shape, starts, counts, tables, plan.window)
-        return _in_places(firsts, counts, q, lambda x: ops.paged_attention(x, k, v, own, scale))
+        used = _used(firsts, counts)
+        return _spread(ops.paged_attention(q[used], k, v, own, scale), used, len(q), 0.0)
 
     def short_conv(
         x: Tensor, weight: Tensor, conv: Tensor, plan: Any, pending: PendingTokens | None = None
@@ -45,9 +46,9 @@ def with_device_plans(_rank: int, ops: Ops) -> Ops:
             return ops.short_conv(x, weight, conv, plan, pending)
         own = _delta_plan(plan)
         firsts, _, counts = plan.records[:3].tolist()
-        return _in_places(
-            firsts, counts, x, lambda x: ops.short_conv(x, weight, conv, own, pending)
-        )
+        used = _used(firsts, counts)
+        out = ops.short_conv(x[used], weight, conv, own, pending)
+        return _spread(out, used, len(x), float("nan"))  # which nobody reads
 
     def delta_rule(mixed: Tensor, b: Tensor, a: Tensor, *rest: Any) -> Tensor:
         decay, dt_bias, state, plan, *others = rest
@@ -57,7 +58,7 @@ def with_device_plans(_rank: int, ops: Ops) -> Ops:
         firsts, _, counts = plan.records[:3].tolist()
         used = _used(firsts, counts)
         out = ops.delta_rule(mixed[used], b[used], a[used], decay, dt_bias, state, own, *others)
-        return _spread(out, used, len(mixed))
+        return _spread(out, used, len(mixed), 0.0)
 
     return replace(
         ops, paged_attention=paged_attention, short_conv=short_conv, delta_rule=delta_rule
@@ -80,12 +81,8 @@ def _used(firsts: Sequence[int], counts: Sequence[int]) -> list[int]:
     return list(chain.from_iterable(range(first, first + count) for first, count in each))
 
 
-def _in_places(firsts: Sequence[int], counts: Sequence[int], x: Tensor, run: Any) -> Tensor:
-    used = _used(firsts, counts)
-    return _spread(run(x[used]), used, len(x))
-
-
-def _spread(rows: Tensor, used: Sequence[int], count: int) -> Tensor:
-    out = rows.new_full((count, *rows.shape[1:]), float("nan"))
+def _spread(rows: Tensor, used: Sequence[int], count: int, gap: float) -> Tensor:
+    """`rows` where they are `used` among `count`, and `gap` elsewhere."""
+    out = rows.new_full((count, *rows.shape[1:]), gap)
     out[used] = rows
     return out

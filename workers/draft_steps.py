@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -153,9 +153,7 @@ class DraftSteps:
 
         return self._planned(places, width, num_splits)
 
-    def _drafted(
-        self, keys: Tensor, answers: Tensor, number: int, num_splits: int
-    ) -> ForwardBatch:
+    def _drafted(self, keys: Tensor, answers: Tensor, number: int, num_splits: int) -> ForwardBatch:
         """Write draft `number` of each row, which `keys` name; return the step that drafts on."""
         slots, farthest = self._buffers.slots[: len(keys)], self._slots.max_model_len - 1
 

@@ -179,7 +179,6 @@ class ModelRunner:
         table = self._slots
         sampling = table.sampling.rows(slots_of, inputs.sample_positions, table.token_ids)
 
-
         def tail() -> tuple[Tensor, Tensor, Accepted]:
             logits = self._model.logits(hidden)
             token_ids = self._sampler.sample(logits, sampling)

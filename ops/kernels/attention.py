@@ -48,6 +48,8 @@ class FewQueries:
     """Most splits that a row sees keys of."""
     num_partials: int
     """Splits that the rows see keys of, all rows together."""
+    has_gaps: bool = False
+    """Whether tokens of the step may be no row's: their outputs are zeros."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +145,7 @@ def plan_records(
     device writes.
 
     No row sees keys of more than `num_splits` splits, and row i gives its first partial as
-    i * num_splits. The outputs of tokens that are no row's are left unwritten.
+    i * num_splits. Of a step of several queries a row, tokens may be no row's.
     """
     assert 1 <= max_count <= FEW, f"{max_count} queries a row are not few"
     few = FewQueries(
@@ -151,6 +153,7 @@ def plan_records(
         longest=max_count,
         num_splits=num_splits,
         num_partials=records.shape[1] * num_splits,
+        has_gaps=max_count > 1,
     )
     return AttentionPlan(shape=shape, block_table=block_table, window=window, few=few, many=None)
 
@@ -210,7 +213,9 @@ def paged_attention(
     assert scale > 0
     if q.stride(2) != 1 or q.stride(1) != shape.head_dim:
         q = q.contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    has_gaps = plan.few is not None and plan.few.has_gaps
+    make = torch.zeros if has_gaps else torch.empty
+    out = make(q.shape, dtype=q.dtype, device=q.device)
     if plan.few is not None:
         _run_decode(out, q, k_cache, v_cache, plan, plan.few, scale * LOG2_E, slopes)
     if plan.many is not None:

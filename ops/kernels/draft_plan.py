@@ -1,9 +1,10 @@
 """The ends of a step with drafts, out of the slot table and back into it, one kernel each.
 
 Every row has `width` places in the step: its slot's newest token, then its drafts. A place that has
-neither computes nothing: it reads token 0 at position 0, writes its key and value to block 0, which
-is scratch, and what comes of it is not defined. Slot 0 is scratch and stays as it is. Nothing here
-needs the host. Reference: `ops/reference/draft_plan.py`.
+neither computes nothing that counts: it reads token 0 at position 0 and writes its key and value to
+the last place of block 0, which is scratch. So do rows of slot 0, scratch too, while drafts are
+made: a request that has no block yet for its drafts has them in block 0, from the first place on.
+Nothing here needs the host. Reference: `ops/reference/draft_plan.py`.
 """
 
 from __future__ import annotations
@@ -87,9 +88,7 @@ def expand_drafts(
     return Places(token_ids, positions, slot_mapping, attention, delta, states)
 
 
-def settle_drafts(
-    keys: Tensor, slots: Tensor, drafts: Tensor, table: Table, width: int
-) -> Settled:
+def settle_drafts(keys: Tensor, slots: Tensor, drafts: Tensor, table: Table, width: int) -> Settled:
     """Give each slot the tokens that `keys` name, up to the first behind a wrong draft, that
     included; its lengths and what is pending follow.
 
@@ -174,10 +173,11 @@ def _expand_kernel(
         token = tl.load(tokens_ptr + slot * tokens_stride + position, mask=is_used, other=0)
         block_ptr = blocks_ptr + slot * blocks_stride + position // PAGE
         block = tl.load(block_ptr, mask=is_used, other=0)
+        kept_at = tl.where(is_used, block * PAGE + position % PAGE, PAGE - 1)
         at = row * WIDTH + place
         tl.store(out_tokens_ptr + at, token, mask=is_row)
         tl.store(out_positions_ptr + at, position, mask=is_row)
-        tl.store(out_mapping_ptr + at, block * PAGE + position % PAGE, mask=is_row)
+        tl.store(out_mapping_ptr + at, kept_at, mask=is_row)
     count = (drafts + 1).to(tl.int32)
     tl.store(attention_ptr + row, slot.to(tl.int32), mask=is_row)
     tl.store(attention_ptr + num_rows + row, row * WIDTH, mask=is_row)
@@ -274,12 +274,13 @@ def _place_kernel(
     behind = tl.load(lengths_ptr + slot, mask=is_row, other=1) + number
     is_live = is_row & (slot != 0)
     tl.store(tokens_ptr + slot * tokens_stride + behind, token, mask=is_live)
-    position = tl.minimum(behind - 1, farthest)
+    position = tl.where(is_live, tl.minimum(behind - 1, farthest), 0)
     block_ptr = blocks_ptr + slot * blocks_stride + position // PAGE
-    block = tl.load(block_ptr, mask=is_row, other=0)
+    block = tl.load(block_ptr, mask=is_live, other=0)
+    kept_at = tl.where(is_live, block * PAGE + position % PAGE, PAGE - 1)
     tl.store(out_tokens_ptr + row, token, mask=is_row)
     tl.store(out_positions_ptr + row, position, mask=is_row)
-    tl.store(out_mapping_ptr + row, block * PAGE + position % PAGE, mask=is_row)
+    tl.store(out_mapping_ptr + row, kept_at, mask=is_row)
     tl.store(attention_ptr + row, slot.to(tl.int32), mask=is_row)
     tl.store(attention_ptr + num_rows + row, row, mask=is_row)
     tl.store(attention_ptr + 2 * num_rows + row, position.to(tl.int32), mask=is_row)

@@ -28,8 +28,8 @@ def add_noise(
 
     logits [rows, shard] fp32 with unit stride in a row, whose column j is vocabulary id
     first_id + j; temperature [rows] fp64, where 0 leaves a row its logits; seeds and positions
-    [rows] int64, all contiguous. noise = -log(-log(u)) with u = (k + 1/2) / 2^52, k the upper 52 bits of splitmix64.
-    -inf stays -inf and NaN stays NaN.
+    [rows] int64, all contiguous. noise = -log(-log(u)) with u = (k + 1/2) / 2^52, k the upper 52
+    bits of splitmix64. -inf stays -inf and NaN stays NaN.
     """
     _check(temperature, seeds, positions)
     rows, shard, pieces = pieces_of(logits, 0, logits.shape[1], _PIECE)

@@ -1,6 +1,6 @@
 """The ends of a step with drafts, row by row: out of the slot table and back into it.
 
-A place of a row that is left over has token 0, position 0 and slot 0 of the cache.
+A place of a row that is left over has token 0, position 0 and the last slot of block 0.
 """
 
 import torch
@@ -24,6 +24,7 @@ def expand_drafts(
     token_table [slots, length], lengths [slots], block_table [slots, blocks], all int64.
     """
     token_ids, positions, mapping = (slots.new_zeros((len(slots), width)) for _ in range(3))
+    mapping += page - 1
     for row, (slot, count) in enumerate(zip(slots.tolist(), drafts.tolist(), strict=True)):
         for place in range(1 + count):
             at = int(lengths[slot]) - 1 + place
