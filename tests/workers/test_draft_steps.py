@@ -8,11 +8,12 @@ and slot table, byte for byte.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -23,8 +24,8 @@ from tests.copying import write_copying_mtp
 from tests.device_plans import with_device_plans
 from tests.ops import kernel_rig
 from tests.rig import Answer, LocalEngine
-from tests.tiny import DRAFTING, random_ids, write_checkpoint
-from unisono.ops.kernels import attention, delta_plan, delta_rule, short_conv
+from tests.tiny import random_ids, write_checkpoint
+from unisono.ops.kernels import attention, delta_plan, delta_rule, draft_plan, short_conv
 from unisono.ops.table import Ops
 from unisono.runtime.protocol import SamplingParams
 from unisono.runtime.speculation import DraftPolicy
@@ -32,6 +33,7 @@ from unisono.workers import draft_steps
 from unisono.workers.draft_steps import used_places, width_of
 from unisono.workers.protocol import Phase, Rows, StepPlan, int32s
 
+T = TypeVar("T")
 VOCABULARY = 199
 LENGTHS = (1, 2, 9, 63, 64)
 CAPTURED = "cpu has no graphs"
@@ -140,7 +142,12 @@ def _note_plans(engine: LocalEngine, plans: list[StepPlan]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*zip(DRAFTING, ("float32", "bfloat16", "bfloat16"), strict=True)]
+    ("name", "dtype"),
+    [
+        ("qwen3-next", "float32"),
+        ("qwen3.5-moe", "bfloat16"),
+        pytest.param("qwen3.5", "bfloat16", marks=pytest.mark.soak),
+    ],
 )
 def test_numbers_of_drafts_that_change_from_step_to_step(
     name: str, dtype: str, tmp_path: Path
@@ -156,15 +163,16 @@ def test_numbers_of_drafts_that_change_from_step_to_step(
         policy_of=scripted(4, 4, 2, 0, 3, 3, 1),
     )
     both.generate(prompts(), max_tokens=15, arrivals=[0, 0, 3, 5, 9], eos_token_ids=[50])
-    decoding = [plan for plan in both.plans if plan.rows.decode_only]
-    drafts = [list(plan.rows.drafts) for plan in decoding]
-    assert {max(each, default=0) for each in drafts} >= {0, 1, 2, 3}
-    assert any(0 in each and any(each) for each in drafts)
-    assert any(len(plan.rows) == 3 for plan in decoding)
-    assert any(0 < max(plan.rows.drafts, default=0) < plan.num_proposals for plan in decoding)
     assert both.reasons("forward") == both.reasons("tail") == {CAPTURED}
     counted = both.bodies.ranks[0].pool.eager_runs
     assert counted["tail", CAPTURED] == len(both.plans)
+    decoding = [plan for plan in both.plans if plan.rows.decode_only]
+    drafts = [list(plan.rows.drafts) for plan in decoding]
+    assert {max(each, default=0) for each in drafts} >= {0, 1, 2, 3}
+    assert any(len(plan.rows) == 3 for plan in decoding)
+    assert any(0 < max(plan.rows.drafts, default=0) < plan.num_proposals for plan in decoding)
+    if name == "qwen3-next":
+        assert any(0 in each and any(each) for each in drafts)
 
 
 @pytest.mark.parametrize("right", ["all", "none", "every other"])
@@ -179,7 +187,7 @@ def test_acceptance(right: str, tmp_path: Path) -> None:
             circle = model.answer(3, VOCABULARY - 3)
             write_copying_mtp("qwen3-next", tmp_path, wrong=circle[::2])
     both = Both(tmp_path, num_drafts=3, max_requests=4)
-    both.generate(asked, max_tokens=13)
+    both.generate(asked, max_tokens=9)
     accepted, drafted = (
         sum(map(sum, numbers)) for numbers in (both.bodies.accepted, both.bodies.drafted)
     )
@@ -194,17 +202,31 @@ def test_acceptance(right: str, tmp_path: Path) -> None:
             assert second == 0
 
 
-@pytest.mark.parametrize(("tp", "max_in_flight"), [(1, 1), (2, 3), (3, 2)])
-def test_ranks_and_steps_planned_ahead(erring: Path, tp: int, max_in_flight: int) -> None:
+@pytest.mark.parametrize(("tp", "max_in_flight"), [(1, 1), (2, 3)])
+def test_ranks_and_steps_planned_ahead(
+    erring: Path, tp: int, max_in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ranks are threads here, and the interpreter runs one kernel at a time.
+    lock = threading.Lock()
+    for name in ("expand_drafts", "settle_drafts", "place_drafts"):
+        monkeypatch.setattr(draft_plan, name, _locked(getattr(draft_plan, name), lock))
     both = Both(erring, tp=tp, num_drafts=2, max_in_flight=max_in_flight, max_requests=3)
-    both.generate(prompts((1, 12, 65, 3)), max_tokens=9)
+    both.generate(prompts((1, 12, 65, 3)), max_tokens=7)
+
+
+def _locked(kernel: Callable[..., T], lock: threading.Lock) -> Callable[..., T]:
+    def locked(*args: Any) -> T:
+        with lock:
+            return kernel(*args)
+
+    return locked
 
 
 def test_pre_emption_and_prefix_hits(erring: Path) -> None:
     stem = random_ids(140, VOCABULARY, seed=1)
     asked = [stem[:120], stem[:128], stem[:70] + random_ids(50, VOCABULARY, seed=2), stem]
-    both = Both(erring, num_blocks=6, max_step_tokens=100, max_model_len=200, num_drafts=3)
-    both.generate(asked, max_tokens=14, arrivals=[0, 3, 5, 7])
+    both = Both(erring, num_blocks=4, max_step_tokens=100, max_model_len=200, num_drafts=3)
+    both.generate(asked, max_tokens=12, arrivals=[0, 3, 4, 5])
     assert both.bodies.num_preemptions > 0
     assert any(both.bodies.num_cached_tokens)
 
