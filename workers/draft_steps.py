@@ -45,6 +45,10 @@ class Layout(NamedTuple):
     num_splits: int
 
 
+Recipe = tuple[Tensor, Tensor, Tensor]
+"""Temperatures, seeds and positions [S] of tokens that are drawn."""
+
+
 class DraftSteps:
     """Runs decode steps of up to `buffers.max_rows` rows, with drafts or without."""
 
@@ -125,17 +129,18 @@ class DraftSteps:
         hidden = self._buffers.hidden[: height * width]
         # Before lengths grow: the layer that drafts sees the tokens where the model saw them.
         _, batch = self._expanded(layout)
-        slot_of_place = slots[:, None].expand(height, width).reshape(-1)
-        keys = self._keys(
-            self._model.logits, hidden, slot_of_place, batch.positions + 1, draws=draws
-        )
+        drawn = None
+        if draws:
+            slot_of_place = slots[:, None].expand(height, width).reshape(-1)
+            drawn = self._recipe(slot_of_place, batch.positions + 1)
+        keys = self._keys(self._model.logits, hidden, drawn)
         settled = self._kernels.settle_drafts(keys, slots, drafts, self._table, width)
         layer = self._cache.layers[-1]
         made = self._model.draft(settled.following, hidden, batch, layer)
         state = made.index_select(0, settled.last) if num_drafts else made
         for number in range(num_drafts):
-            at = self._slots.lengths[slots] + number
-            keys = self._keys(self._model.draft_logits, state, slots, at, draws=draws)
+            drawn = self._recipe(slots, self._slots.lengths[slots] + number) if draws else None
+            keys = self._keys(self._model.draft_logits, state, drawn)
             batch = self._drafted(keys, settled.answers, number, num_splits)
             if number + 1 < num_drafts:
                 state = self._model.draft(batch.token_ids, state, batch, layer)
@@ -178,27 +183,22 @@ class DraftSteps:
         batch = ForwardBatch(places.token_ids, places.positions, places.slot_mapping, plans)
         return places, batch
 
+    def _recipe(self, slots: Tensor, positions: Tensor) -> Recipe:
+        return *self._slots.sampling.drawn(slots), positions
+
     def _keys(
-        self,
-        logits_of: Callable[[Tensor], Tensor],
-        hidden: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        *,
-        draws: bool,
+        self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor, drawn: Recipe | None
     ) -> Tensor:
-        """The winning key behind each of hidden [S, hidden], of slots and for positions [S]."""
-        kinds = self._slots.sampling.drawn(slots) if draws else None
+        """The winning key behind each of hidden [S, hidden]; not `drawn`: all are greedy."""
         keys = []
         for begin in range(0, len(hidden), PIECE_ROWS):
             part = slice(begin, begin + PIECE_ROWS)
             logits = logits_of(hidden[part])
-            if kinds is None:
+            if drawn is None:
                 keys.append(self._sampler.greedy_keys(logits))
             else:
-                temperature, seeds = (each[part] for each in kinds)
-                keys.append(self._sampler.drawn_keys(logits, temperature, seeds, positions[part]))
-        return torch.cat(keys)
+                keys.append(self._sampler.drawn_keys(logits, *(each[part] for each in drawn)))
+        return keys[0] if len(keys) == 1 else torch.cat(keys)
 
 
 class LateDrafts:
