@@ -231,31 +231,30 @@ def test_pre_emption_and_prefix_hits(erring: Path) -> None:
     assert any(both.bodies.num_cached_tokens)
 
 
-def test_tokens_drawn_from_all_ids_are_chosen_in_the_graph(erring: Path) -> None:
-    """Beside greedy ones, in slots that others have left; then all are greedy again."""
+def test_tokens_drawn_from_all_ids_are_chosen_in_the_graph(
+    erring: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside greedy ones, in slots that others have left; logits are taken in pieces."""
+    monkeypatch.setattr(draft_steps, "PIECE_ROWS", 5)
     both = Both(erring, num_drafts=3, max_requests=2)
-    params = [SamplingParams(temperature=0.9, seed=seed) for seed in (1, 2)]
-    both.generate(prompts((1, 5, 9, 12)), max_tokens=9, params=[*params, *[SamplingParams()] * 2])
-    params = [SamplingParams(temperature=1.5, seed=3), SamplingParams(top_k=3, temperature=0.0)]
-    both.generate(prompts((5, 9)), max_tokens=7, params=params)
+    drawn = [SamplingParams(temperature=0.9, seed=seed) for seed in (1, 2)]
+    greedy = [SamplingParams(), SamplingParams(top_k=3, temperature=0.0)]
+    both.generate(prompts((1, 5, 9, 12)), max_tokens=9, params=[*drawn, *greedy])
     assert both.reasons("tail") == {CAPTURED}
 
 
-@pytest.mark.parametrize(
-    ("params", "why"),
-    [
-        (SamplingParams(temperature=0.8, top_p=0.9, seed=5, repetition_penalty=1.3), "sampling"),
-        (SamplingParams(logprobs=1), "log-probabilities"),
-    ],
-)
-def test_what_needs_the_host_is_counted(
-    erring: Path, params: SamplingParams, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_needs_the_host_is_counted(erring: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only its steps; and the model's part of them is replayed all the same."""
     both = Both(erring, num_drafts=3)
     _count_as_replays(both, monkeypatch)
-    both.generate(prompts((1, 9)), max_tokens=9, params=[SamplingParams(), params], arrivals=[0, 3])
-    assert both.reasons("tail") == {"replay", "prompt tokens", why}
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=5, repetition_penalty=1.3),
+        SamplingParams(logprobs=1),
+    ]
+    both.generate(prompts((1, 9, 5)), max_tokens=8, params=params, arrivals=[0, 2, 5])
+    whys = {"sampling", "log-probabilities"}
+    assert both.reasons("tail") == {"replay", "prompt tokens", *whys}
     assert both.reasons("forward") == {"replay", "prompt tokens"}
 
 
@@ -284,14 +283,6 @@ def test_a_nan_is_reported(erring: Path) -> None:
 
         with pytest.raises(FloatingPointError, match=r"sampling rows \[0, 1\] hold NaN"):
             engine.generate(prompts((1, 9)), max_tokens=9, before_step=spoil)
-
-
-def test_many_rows_of_logits_are_taken_in_pieces(
-    erring: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(draft_steps, "PIECE_ROWS", 5)
-    params = [SamplingParams(), SamplingParams(temperature=0.8, seed=1), SamplingParams()]
-    Both(erring, num_drafts=3).generate(prompts((1, 2, 9)), max_tokens=7, params=params)
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
