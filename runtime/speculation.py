@@ -81,8 +81,8 @@ class AutoDrafts:
         """Learn from a step."""
         size = self._size(num_rows)
         tries = size.tries[drafts]
-        # The first one may have been captured, compiled or waited for.
-        weight = 1.0 if tries < 2 else _WEIGHT
+        # The first may have been compiled or waited for, the second captured: the last one counts.
+        weight = 1.0 if tries < _TRIES else _WEIGHT
         size.seconds[drafts] += weight * (seconds - size.seconds[drafts])
         size.tries[drafts] = tries + 1
         for place in range(drafts):

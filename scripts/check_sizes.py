@@ -44,8 +44,10 @@ BESIDE_THE_CORE = (
     "models/layers/mlp.py",
     "models/layers/norm.py",
     "models/layers/rotary.py",
-    # A policy: it changes how fast an answer comes, never the answer.
+    # Speculation: it changes how fast an answer comes, never the answer.
     "runtime/speculation.py",
+    "workers/draft_steps.py",
+    "workers/speculator.py",
     # Loading: what `Model` is made of stands in models/.
     "workers/weights.py",
     # How messages travel: behind send and receive. What they say is counted.

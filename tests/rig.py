@@ -41,6 +41,7 @@ from unisono.runtime.speculation import DraftPolicy
 from unisono.workers.batch_builder import BatchBuilder
 from unisono.workers.decode_steps import DecodeSteps
 from unisono.workers.device import torch_dtype
+from unisono.workers.draft_steps import DraftSteps, used_places
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
 from unisono.workers.model_runner import ModelRunner, StepOutput
@@ -243,15 +244,19 @@ class LocalEngine:
     def step(self, plan: StepPlan) -> tuple[StepOutput, list[Tensor]]:
         """Run one plan on every rank; tokens, and the whole vocabulary's logits of their rows.
 
-        A captured tail shows no logits: then they are empty.
+        A captured tail shows no logits: then they are empty. On a CPU nothing is captured.
         """
 
         def run(rank: Rank) -> StepOutput:
             try:
+                rank.logits.clear()
                 output = rank.runner.step(plan)
                 if isinstance(output, StepOutput):
                     return output
-                rank.logits[:] = [torch.empty(len(plan.rows), 0)]
+                used = used_places(plan)
+                is_shown = self._device.type == "cpu"
+                logits = torch.cat(rank.logits)[used] if is_shown else torch.empty(len(used), 0)
+                rank.logits[:] = [logits]
                 return StepOutput(output.tokens, output.logprobs, counts=output.counts)
             except BaseException:
                 if isinstance(rank.group, ThreadGroup):
@@ -345,10 +350,10 @@ class LocalEngine:
         pool = GraphPool(device, group, owners, "" if self._graphs else "eager")
         decode = None
         if self._graphs:
-            buffers = StepBuffers(
-                self._scheduling["max_requests"], self.config.hidden_size, self._dtype, device
-            )
-            decode = DecodeSteps(
+            sizes = (self._scheduling["max_requests"], self.config.hidden_size, self._dtype)
+            buffers = StepBuffers(*sizes, device, self._num_drafts)
+            steps = DraftSteps if self._num_drafts else DecodeSteps
+            decode = steps(
                 *(model, cache, slots, sampler, pool, buffers, self.graph_buckets),
                 *(shape, windows, states),
             )

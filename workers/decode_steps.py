@@ -59,7 +59,7 @@ class DecodeSteps:
 
     def forward(self, rows: Rows) -> Tensor:
         """Run the model; return the hidden states [rows, width], good until the next step."""
-        height, eager = self._sized(rows)
+        height, eager = sized(len(rows), self._buckets)
         # A power of two, so that a request that grows does not want a graph of its own again.
         num_splits = 1 << (max(rows.start) // self._attention.SPLIT).bit_length()
         self._buffers.give_slots(rows.slot, height)
@@ -69,17 +69,10 @@ class DecodeSteps:
 
     def tail(self, rows: Rows, draws: bool) -> Result:
         """Append to each slot its likeliest token, or, if it `draws`, the one that noise chose."""
-        height, eager = self._sized(rows)
+        height, eager = sized(len(rows), self._buckets)
         key = (height, draws)
         tokens = self._graphs.run("tail", key, lambda: self._tail(*key), eager)
         return self._buffers.take_result(tokens[: len(rows)])
-
-    def _sized(self, rows: Rows) -> tuple[int, str]:
-        """The height of a step, and why there is no graph of it, if there is none."""
-        place = bisect_left(self._buckets, len(rows))
-        if place < len(self._buckets):
-            return self._buckets[place], ""
-        return len(rows), "more rows than graph buckets"
 
     def _forward(self, height: int, num_splits: int) -> None:
         buffers, slots = self._buffers, self._slots
@@ -124,3 +117,11 @@ class DecodeSteps:
         else:
             keys = self._sampler.greedy_keys(logits)
         return self._decode.advance_rows(keys, of_row, slots.token_ids, slots.lengths)
+
+
+def sized(num_rows: int, buckets: Sequence[int]) -> tuple[int, str]:
+    """The height of a step of `num_rows`, and why there is no graph of it, if there is none."""
+    place = bisect_left(buckets, num_rows)
+    if place < len(buckets):
+        return buckets[place], ""
+    return num_rows, "more rows than graph buckets"

@@ -13,6 +13,7 @@ from unisono.models.interface import Model
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
 from unisono.workers.codec import ProtocolError
 from unisono.workers.decode_steps import DecodeSteps
+from unisono.workers.draft_steps import DraftSteps, LateDrafts, why_on_host
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
 from unisono.workers.logprobs import prompt_logprobs, token_logprobs
@@ -20,7 +21,7 @@ from unisono.workers.protocol import Rows, SlotSampling, StepPlan, int32s, unpac
 from unisono.workers.sampler import Sampler
 from unisono.workers.sampling_state import SamplingRows
 from unisono.workers.slot_table import SlotTable
-from unisono.workers.speculator import Speculator
+from unisono.workers.speculator import Accepted, Speculator
 from unisono.workers.state_pool import StatePool, caches_of
 from unisono.workers.step_buffers import Result
 from unisono.workers.tracer import Tracer
@@ -45,9 +46,8 @@ class LateOutput:
 
     logprobs = None
     checksums = None
-    counts = ()
 
-    def __init__(self, result: Result) -> None:
+    def __init__(self, result: Result | LateDrafts) -> None:
         self._result = result
 
     def is_ready(self) -> bool:
@@ -62,6 +62,11 @@ class LateOutput:
             raise FloatingPointError(f"the logits of sampling rows {bad} hold NaN")
         return tokens
 
+    @property
+    def counts(self) -> Sequence[int]:
+        """How many of them each row has; empty: one each. Waits, too."""
+        return self._result.counts
+
 
 class ModelRunner:
     """Runs plans in order. Owns nothing: the buffers belong to `slots` and `cache`."""
@@ -74,7 +79,7 @@ class ModelRunner:
         builder: BatchBuilder,
         sampler: Sampler,
         graphs: GraphPool,
-        decode: DecodeSteps | None = None,
+        decode: DecodeSteps | DraftSteps | None = None,
         tracer: Tracer | None = None,
         states: StatePool | None = None,
         speculator: Speculator | None = None,
@@ -99,9 +104,11 @@ class ModelRunner:
         """
         self._refuse_what_is_not_there(plan)
         self._apply_changes(plan)
-        is_plain = self._tracer is None and self._speculator is None
-        if is_plain and self._decode is not None and self._decode.serves(plan.rows):
-            return self._run_decode(self._decode, plan.rows)
+        decode = self._decode
+        if self._tracer is None and decode is not None and decode.serves(plan.rows):
+            if isinstance(decode, DraftSteps):
+                return self._run_drafts(decode, plan)
+            return self._run_decode(decode, plan.rows)
         inputs = self._builder.build(plan)
         if self._tracer is not None:
             self._tracer.begin(inputs.rows, self._slots)
@@ -128,9 +135,22 @@ class ModelRunner:
         positions = torch.tensor(rows.start, dtype=torch.int64).to(hidden.device) + 1
         return self._sample(hidden, rows.slot, slots, positions, int32s())
 
+    def _run_drafts(self, steps: DraftSteps, plan: StepPlan) -> StepOutput | LateOutput:
+        steps.forward(plan)
+        kinds = [self._slots.sampling.of(slot) for slot in plan.rows.slot]
+        why = why_on_host(kinds)
+        if not why:
+            return LateOutput(steps.tail(plan, draws=not all(kind.is_plain for kind in kinds)))
+        assert self._speculator is not None
+        hidden, inputs = steps.hidden(plan), self._builder.build(plan)
+        output = self._sample_with_drafts(self._speculator, inputs, hidden, int32s(), why)
+        self._speculator.propose(inputs, hidden, self._cache.layers[-1], plan.num_proposals)
+        return output
+
     def _run(self, inputs: StepInputs) -> tuple[Tensor, StepOutput]:
         """Return the hidden states [T, width] and what was sampled."""
-        rows, why = inputs.rows, "prompt tokens" if self._speculator is None else "drafts"
+        rows = inputs.rows
+        why = "laid out by the host" if rows.decode_only else "prompt tokens"
         key = (len(inputs.batch.token_ids), len(rows))
         hidden = self._graphs.run("forward", key, lambda: self._forward(inputs), why)
         records = prompt_logprobs(rows, self._slots, hidden, self._model.logits, self._sampler)
@@ -138,21 +158,33 @@ class ModelRunner:
             return hidden, StepOutput([], records or None)
         ends = hidden.index_select(0, inputs.logits_index)
         if self._speculator is not None:
-            return hidden, self._sample_with_drafts(self._speculator, inputs, ends, records)
+            return hidden, self._sample_with_drafts(self._speculator, inputs, ends, records, why)
         places = (inputs.row_slots, inputs.sample_slots, inputs.sample_positions)
         return hidden, self._sample(ends, *places, records)
 
     def _sample_with_drafts(
-        self, speculator: Speculator, inputs: StepInputs, hidden: Tensor, records: array[int]
+        self,
+        speculator: Speculator,
+        inputs: StepInputs,
+        hidden: Tensor,
+        records: array[int],
+        why: str,
     ) -> StepOutput:
-        """Choose a token behind each of hidden [S, width], and keep those behind right drafts."""
+        """Choose a token behind each of hidden [S, width], and keep those behind right drafts.
+
+        `why`: the reason that this is not replayed.
+        """
         of_token = zip(inputs.row_slots, inputs.sizes, strict=True)
         slots_of = [slot for slot, size in of_token for _ in range(size)]
         table = self._slots
         sampling = table.sampling.rows(slots_of, inputs.sample_positions, table.token_ids)
-        logits = self._model.logits(hidden)
-        token_ids = self._sampler.sample(logits, sampling)
-        accepted = speculator.accept(inputs, token_ids)
+
+        def tail() -> tuple[Tensor, Tensor, Accepted]:
+            logits = self._model.logits(hidden)
+            token_ids = self._sampler.sample(logits, sampling)
+            return logits, token_ids, speculator.accept(inputs, token_ids)
+
+        logits, token_ids, accepted = self._graphs.run("tail", len(slots_of), tail, why)
         logits, token_ids = logits[accepted.kept], token_ids[accepted.kept]
         records += token_logprobs(accepted.row_slots, table, logits, token_ids, self._sampler)
         checksums = self._sampler.checksums(logits, table.checksum_rows(accepted.row_slots))

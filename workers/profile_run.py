@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -107,8 +108,8 @@ def capture_graphs(
     from unisono.ops.kernels.attention import SPLIT  # needs Triton
 
     began, num_replays = time.perf_counter(), graphs.num_replays
-    longest, is_hybrid = config.max_model_len, config.model.is_hybrid
-    plans = list(capture_steps(config.graph_buckets, longest, SPLIT, is_hybrid))
+    limits = (config.max_model_len, SPLIT, config.model.is_hybrid, config.num_drafts)
+    plans = list(capture_steps(config.graph_buckets, *limits))
     for number, plan in enumerate(plans, start=1):
         enter(f"capture graphs, {number} of {len(plans)}")
         runner.step(plan)
@@ -118,13 +119,13 @@ def capture_graphs(
 
 
 def capture_steps(
-    buckets: tuple[int, ...], max_model_len: int, split: int, is_hybrid: bool
+    buckets: tuple[int, ...], max_model_len: int, split: int, is_hybrid: bool, num_drafts: int = 0
 ) -> Iterator[StepPlan]:
     """Steps of decoding on scratch that have the graphs of start-up captured, the largest first.
 
     Largest first: then each finds the memory that it needs among what the others have left. They
     are of requests that see keys of two splits, of `split` each, and draw, and of greedy ones that
-    see one. Graphs of each power of two up to `max_model_len` would take as long again each;
+    see one, all with as many drafts as there may be. Graphs of each power of two up to `max_model_len` would take as long again each;
     requests grow into those one by one. Slot 0 is left as it was found.
     """
     for start, temperature in ((split if split < max_model_len else 0, 1.0), (0, 0.0)):
@@ -135,8 +136,9 @@ def capture_steps(
                 start=int32s([start] * height),
                 count=int32s([1] * height),
                 phase=int32s([Phase.DECODE] * height),
+                drafts=int32s([num_drafts] * height if num_drafts else []),
             )
-            yield _on_scratch(rows, sampling, is_hybrid)
+            yield replace(_on_scratch(rows, sampling, is_hybrid), num_proposals=num_drafts)
 
 
 @torch.inference_mode()

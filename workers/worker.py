@@ -27,6 +27,7 @@ from unisono.workers.batch_builder import BatchBuilder
 from unisono.workers.channel import Peer, ProtocolError
 from unisono.workers.config import WorkerConfig
 from unisono.workers.decode_steps import DecodeSteps
+from unisono.workers.draft_steps import DraftSteps
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
 from unisono.workers.memory import (
@@ -274,9 +275,10 @@ class Worker:
         decode = None
         if self._device.type == "cuda" and is_ours:
             width, rows = config.model.hidden_size, config.max_requests
-            buffers = StepBuffers(rows, width, self._dtype, self._device)
+            buffers = StepBuffers(rows, width, self._dtype, self._device, num_drafts)
             owned = (self._cache, slots, sampler, self._graphs, buffers, config.graph_buckets)
-            decode = DecodeSteps(self._weights, *owned, shape, windows, self._states)
+            steps = DraftSteps if num_drafts else DecodeSteps
+            decode = steps(self._weights, *owned, shape, windows, self._states)
         builder = BatchBuilder(
             ops,
             slots,

@@ -49,6 +49,8 @@ class FewQueries:
     """Most splits that a row sees keys of."""
     num_partials: int
     """Splits that the rows see keys of, all rows together."""
+    has_gaps: bool = False
+    """Whether tokens of the step may be no row's: their outputs are zeros."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,24 +128,33 @@ def plan_attention(
     )
 
 
-def splits_of_row(max_splits: int, window: int = 0) -> int:
-    """Most splits that one query sees keys of, where its request has at most `max_splits`."""
-    return min(max_splits, (window - 2) // SPLIT + 2) if window else max_splits
+def splits_of_row(max_splits: int, window: int = 0, max_count: int = 1) -> int:
+    """Most splits that up to `max_count` queries of a row see keys of, where its request has at
+    most `max_splits`."""
+    return min(max_splits, (max_count + window - 3) // SPLIT + 2) if window else max_splits
 
 
 def plan_records(
-    shape: AttentionShape, records: Tensor, block_table: Tensor, num_splits: int, window: int = 0
+    shape: AttentionShape,
+    records: Tensor,
+    block_table: Tensor,
+    num_splits: int,
+    window: int = 0,
+    max_count: int = 1,
 ) -> AttentionPlan:
-    """Plan a step of one query a row whose `records` [5, rows] int32 the device writes.
+    """Plan a step of at most `max_count` <= FEW queries a row whose `records` [5, rows] int32 the
+    device writes.
 
     No row sees keys of more than `num_splits` splits, and row i gives its first partial as
-    i * num_splits.
+    i * num_splits. Of a step of several queries a row, tokens may be no row's.
     """
+    assert 1 <= max_count <= FEW, f"{max_count} queries a row are not few"
     few = FewQueries(
         records=records,
-        longest=1,
+        longest=max_count,
         num_splits=num_splits,
         num_partials=records.shape[1] * num_splits,
+        has_gaps=max_count > 1,
     )
     return AttentionPlan(shape=shape, block_table=block_table, window=window, few=few, many=None)
 
@@ -167,9 +178,7 @@ def plan_decode_on_device(
     """
     assert 1 <= max_count <= FEW, f"{max_count} queries a row are not few"
     rows = starts.shape[0]
-    num_splits = -(-max_keys // SPLIT)
-    if window:
-        num_splits = min(num_splits, (max_count + window - 3) // SPLIT + 2)
+    num_splits = splits_of_row(-(-max_keys // SPLIT), window, max_count)
     order = torch.arange(rows, dtype=torch.int32, device=starts.device)
     records = torch.stack(
         (order, order * max_count, starts.int(), counts.int(), order * num_splits)
@@ -205,7 +214,9 @@ def paged_attention(
     assert scale > 0
     if q.stride(2) != 1 or q.stride(1) != shape.head_dim:
         q = q.contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    has_gaps = plan.few is not None and plan.few.has_gaps
+    make = torch.zeros if has_gaps else torch.empty
+    out = make(q.shape, dtype=q.dtype, device=q.device)
     if plan.few is not None:
         _run_decode(out, q, k_cache, v_cache, plan, plan.few, scale * LOG2_E, slopes)
     if plan.many is not None:

@@ -39,6 +39,8 @@ class DeltaPlan:
     """Most tokens of a tile."""
     may_hold: bool = True
     """Whether a row may hold back."""
+    has_gaps: bool = False
+    """Whether tokens of the step may be no row's: their outputs of the delta rule are zeros."""
     most_pending: int = 0
     """Tokens that must have room in a state's `PendingTokens`, as far as the host knows."""
     rows: tuple[DeltaRow, ...] = ()
@@ -126,6 +128,7 @@ def plan_records(records: Tensor, states: Tensor, max_count: int) -> DeltaPlan:
         tail_rows=order,
         num_chunks=0,
         longest=max_count,
+        has_gaps=max_count > 1,
     )
 
 

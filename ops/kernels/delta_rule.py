@@ -54,7 +54,8 @@ def delta_rule(
     _, heads, value_dim, key_dim = state.shape
     _check(mixed, b, a, decay, dt_bias, state, num_key_heads)
     shape = (len(mixed), heads, value_dim)
-    out = torch.empty(shape, dtype=mixed.dtype, device=mixed.device)
+    make = torch.zeros if plan.has_gaps else torch.empty
+    out = make(shape, dtype=mixed.dtype, device=mixed.device)
     common = {
         "KEY_HEADS": num_key_heads,
         "HEADS": heads,

@@ -27,9 +27,9 @@ def add_noise(
     """Return fp32(logits + temperature * noise), [rows, shard] like `logits`.
 
     logits [rows, shard] fp32 with unit stride in a row, whose column j is vocabulary id
-    first_id + j; temperature [rows] fp64, above 0; seeds and positions [rows] int64, all
-    contiguous. noise = -log(-log(u)) with u = (k + 1/2) / 2^52, k the upper 52 bits of splitmix64.
-    -inf stays -inf and NaN stays NaN.
+    first_id + j; temperature [rows] fp64, where 0 leaves a row its logits; seeds and positions
+    [rows] int64, all contiguous. noise = -log(-log(u)) with u = (k + 1/2) / 2^52, k the upper 52
+    bits of splitmix64. -inf stays -inf and NaN stays NaN.
     """
     _check(temperature, seeds, positions)
     rows, shard, pieces = pieces_of(logits, 0, logits.shape[1], _PIECE)
@@ -61,7 +61,7 @@ def noisy_argmax_keys(
 ) -> Tensor:
     """`argmax_keys(add_noise(...), first_id, num_ids)` [rows] int64 in one pass over the logits.
 
-    Arguments as in the two; a temperature of 0 is allowed and leaves the row its logits.
+    Arguments as in the two.
     """
     _check(temperature, seeds, positions)
     rows, eligible, pieces = pieces_of(logits, first_id, num_ids, _PIECE)

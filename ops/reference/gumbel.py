@@ -36,8 +36,9 @@ def add_noise(
     """Return fp32(logits + temperature * noise), [rows, shard] like `logits`.
 
     logits [rows, shard] fp32, whose column j is vocabulary id first_id + j; temperature [rows]
-    fp64, above 0; seeds and positions [rows] int64. The arg-max is that of logits / temperature +
-    noise, but no small temperature can overflow. -inf stays -inf and NaN stays NaN.
+    fp64; seeds and positions [rows] int64. The arg-max is that of logits / temperature + noise, but
+    no small temperature can overflow, and 0 leaves a row its logits. -inf stays -inf and NaN stays
+    NaN.
     """
     noisy = torch.empty_like(logits)
     for first in range(0, len(logits), _ROWS):

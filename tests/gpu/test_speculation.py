@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.closeness import assert_same_bits
 from tests.copying import write_copying_mtp
 from tests.rig import LocalEngine
 from tests.tiny import DRAFTING, random_ids
+from unisono.runtime.protocol import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -40,3 +42,106 @@ def test_drafts_of_which_a_third_is_wrong_change_nothing(
             logits = (torch.stack(each.logits) for each in (got, plain[number]))
             assert_same_bits(f"logits of request {number}", *logits)
         assert 0 < sum(map(sum, engine.accepted)) < sum(map(sum, engine.drafted))
+
+
+@pytest.fixture(
+    scope="module", params=[("qwen3-next", "float32"), ("qwen3.5-moe", "bfloat16")], ids=str
+)
+def erring(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """A model of which a third of the drafts is wrong, and options of its engines."""
+    name, dtype = request.param
+    directory = tmp_path_factory.mktemp(name)
+    wrong = random.Random(0).sample(range(3, VOCABULARY), VOCABULARY // 3)
+    write_copying_mtp(name, directory, wrong=wrong)
+    options = {"dtype": dtype, "state_dtype": dtype, "device": GPU, "max_step_tokens": 100}
+    return directory, {**options, "max_requests": 6}
+
+
+def prompts() -> list[list[int]]:
+    return [random_ids(length, VOCABULARY, seed=length) for length in (1, 2, 3, 12, 63, 65, 66)]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 8])
+def test_drafts_in_graphs_answer_as_eager_ones(
+    erring: tuple[Path, dict[str, Any]], num_drafts: int
+) -> None:
+    """Heights padded and exact, requests that join and leave; then with the bits of logits."""
+    path, options = erring
+    asked, arrivals = prompts(), [0, 0, 0, 2, 4, 6, 8]
+    drawn = [SamplingParams(temperature=0.8 * (i % 2), seed=i) for i in range(len(asked))]
+    shown = [SamplingParams(logprobs=0) for _ in asked]
+    plain = LocalEngine(path, **options)
+    eager = LocalEngine(path, num_drafts=num_drafts, **options)
+    replayed = LocalEngine(path, num_drafts=num_drafts, graphs=True, **options)
+    pool = replayed.ranks[0].pool
+    for params in ([], [], drawn, shown):
+        want = plain.generate(asked, 24, arrivals, params=params)
+        eager.generate(asked, 24, arrivals, params=params)
+        got = replayed.generate(asked, 24, arrivals, params=params)
+        for number, (one, other) in enumerate(zip(got, want, strict=True)):
+            assert one.token_ids == other.token_ids, f"request {number}"
+            pairs = zip(one.logits, other.logits, strict=True)
+            for mine, theirs in ((a, b) for a, b in pairs if len(a)):
+                assert_same_bits(f"logits of request {number}", mine, theirs)
+        assert sum(map(sum, replayed.accepted)) > 0
+        assert replayed.accepted == eager.accepted
+    assert all(len(logits) for answer in got for logits in answer.logits)
+    assert pool.num_captures > 4
+    assert pool.num_replays > 20
+    reasons = {reason for _, reason in pool.eager_runs}
+    assert reasons <= {"first run", "prompt tokens", "log-probabilities"}
+
+
+def test_graphs_with_drafts_are_captured_again_in_the_middle_of_answers(
+    erring: tuple[Path, dict[str, Any]],
+) -> None:
+    """Whatever lies in block 0 and state 0 reaches nobody."""
+    path, options = erring
+    want = LocalEngine(path, **options).generate(prompts(), 40)
+    engine = LocalEngine(path, num_drafts=3, graphs=True, **options)
+    for _ in range(2):  # the second time all is captured
+        engine.generate(prompts(), 40)
+    [rank] = engine.ranks
+    captures = rank.pool.num_captures
+
+    @torch.inference_mode()
+    def disturb(step: int) -> None:
+        if step == 8:
+            rank.cache.generation += 1
+            scratch = [tensor for layer in rank.cache.layers for tensor in (layer.k, layer.v)]
+            assert rank.states is not None
+            for state in rank.states.layers:
+                assert state.pending is not None
+                scratch += [state.conv, state.state]
+                scratch += [getattr(state.pending, name) for name in state.pending.__slots__]
+            for tensor in scratch:
+                tensor[0] = float("nan")
+
+    got = engine.generate(prompts(), 40, before_step=disturb)
+    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
+    assert rank.pool.num_captures > captures
+
+
+def test_a_captured_step_leaves_other_requests_alone(
+    erring: tuple[Path, dict[str, Any]],
+) -> None:
+    """One request is answered; of the slots, blocks and states of others no byte changes."""
+    path, options = erring
+    engine = LocalEngine(path, num_drafts=3, graphs=True, prefix_cache=False, **options)
+    [rank] = engine.ranks
+    engine.generate(prompts(), 24)
+    slots = rank.runner._slots
+    assert rank.states is not None
+    tensors = [slots.token_ids[2:], slots.lengths[2:], slots.num_pending[2:]]
+    tensors += [state.state[2:] for state in rank.states.layers]
+    tensors = [tensor.view(torch.uint8) for tensor in tensors]
+    torch.cuda.synchronize()
+    before = [tensor.clone() for tensor in tensors]
+    for _ in range(2):
+        engine.generate(prompts()[:1], 24)
+    assert rank.pool.num_replays > 0
+    torch.cuda.synchronize()
+    for mine, theirs in zip(tensors, before, strict=True):
+        assert torch.equal(mine, theirs)

@@ -70,6 +70,15 @@ def test_other_weights_behind_a_graph_are_found(tmp_path: Path) -> None:
     assert verdicts[1].num_other_logits > 0
 
 
+def test_drafts_and_graphs_go_together(tmp_path: Path) -> None:
+    write_checkpoint("qwen3-next", tmp_path, mtp=True)
+    axes = {**EVERY, "graphs": (False, True), "speculate": ("off", "3")}
+    settings = matrix((1,), ("bfloat16",), axes, seeded=True, full=False)
+    assert any(each.graphs and each.speculate == "3" for each in settings)
+    verdicts = judged(task(tmp_path, settings, max_tokens=8), opener(tmp_path, device=GPU))
+    assert all(verdict.ok for verdict in verdicts), table_text(verdicts)
+
+
 def test_a_faulty_graph_is_named(tmp_path: Path) -> None:
     write_checkpoint("qwen3", tmp_path)
     plain = Setting(tp=1, dtype="bfloat16")

@@ -131,7 +131,8 @@ def test_an_engine_can_hold_what_its_settings_ask_for() -> None:
         ({"speculate": "3"}, {}, "no draft was checked"),
         ({"speculate": "3"}, {"num_drafted": 1}, ""),
         ({"speculate": "3", "pre_empt": True}, {"num_preemptions": 1}, ""),
-        ({"speculate": "3", "graphs": True}, {"num_drafted": 1}, ""),
+        ({"speculate": "3", "graphs": True}, {"num_drafted": 1}, "no graph was replayed"),
+        ({"speculate": "3", "graphs": True}, {"num_drafted": 1, "num_replays": 1}, ""),
         ({"sleep": True}, {}, "nobody was answered when the engine slept"),
         ({"sleep": True}, {"interrupted": frozenset({"sleep"})}, ""),
         ({"reload": True}, {}, "nobody was answered when weights were loaded"),
@@ -300,11 +301,9 @@ def test_axes_that_hide_each_other_are_not_put_together() -> None:
     settings = matrix((1,), ("float32",), values, seeded=True, full=False)
     together = [each for each in settings if each.label.count(",") > 1]
     assert [each.label for each in together] == [
-        "batch 8, chunk 256, pre-empt, graphs",
-        "batch 8, chunk 256, pre-empt, 3 drafts",
-        "batch 8, chunk 256, prefix cache, graphs",
-        "batch 8, chunk 256, prefix cache, 3 drafts",
-        "batch 8, chunk 256, prefix cache, 3 drafts, seeded",
+        "batch 8, chunk 256, pre-empt, graphs, 3 drafts",
+        "batch 8, chunk 256, prefix cache, graphs, 3 drafts",
+        "batch 8, chunk 256, prefix cache, graphs, 3 drafts, seeded",
     ]
 
 

@@ -1,0 +1,88 @@
+"""Plans that a device lays out, on a CPU: its ops take them by what their records say.
+
+So what a graph would hold runs in tests without a GPU, with the arithmetic of the CPU, and its
+answers have the bits of steps that the host lays out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.ops import delta
+from unisono.ops.delta import PendingTokens
+from unisono.ops.kernels.attention import SPLIT, AttentionPlan
+from unisono.ops.kernels.delta_plan import DeltaPlan
+from unisono.ops.table import Ops
+
+
+def with_device_plans(_rank: int, ops: Ops) -> Ops:
+    """`ops` of a CPU, which take such plans too."""
+
+    def paged_attention(q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float) -> Tensor:
+        if not isinstance(plan, AttentionPlan):
+            return ops.paged_attention(q, k, v, plan, scale)
+        few = plan.few
+        assert few is not None
+        rows, firsts, starts, counts, partials = few.records.tolist()
+        for start, count in zip(starts, counts, strict=True):
+            assert 1 <= count <= few.longest, "more queries than there is room for"
+            assert (start + count - 1) // SPLIT < few.num_splits, "more splits than there is room"
+        assert partials == [row * few.num_splits for row in range(len(rows))]
+        tables = plan.block_table[torch.tensor(rows)]
+        own = ops.plan_attention(plan.shape, starts, counts, tables, plan.window)
+        used = _used(firsts, counts)
+        return _spread(ops.paged_attention(q[used], k, v, own, scale), used, len(q), 0.0)
+
+    def short_conv(
+        x: Tensor, weight: Tensor, conv: Tensor, plan: Any, pending: PendingTokens | None = None
+    ) -> Tensor:
+        if not isinstance(plan, DeltaPlan):
+            return ops.short_conv(x, weight, conv, plan, pending)
+        own = _delta_plan(plan)
+        firsts, _, counts = plan.records[:3].tolist()
+        used = _used(firsts, counts)
+        out = ops.short_conv(x[used], weight, conv, own, pending)
+        return _spread(out, used, len(x), float("nan"))  # which nobody reads
+
+    def delta_rule(mixed: Tensor, b: Tensor, a: Tensor, *rest: Any) -> Tensor:
+        decay, dt_bias, state, plan, *others = rest
+        if not isinstance(plan, DeltaPlan):
+            return ops.delta_rule(mixed, b, a, *rest)
+        own = _delta_plan(plan)
+        firsts, _, counts = plan.records[:3].tolist()
+        used = _used(firsts, counts)
+        out = ops.delta_rule(mixed[used], b[used], a[used], decay, dt_bias, state, own, *others)
+        return _spread(out, used, len(mixed), 0.0)
+
+    return replace(
+        ops, paged_attention=paged_attention, short_conv=short_conv, delta_rule=delta_rule
+    )
+
+
+def _delta_plan(plan: DeltaPlan) -> delta.DeltaPlan:
+    _, starts, counts, chunked, pending, holds = plan.records.tolist()
+    assert not any(chunked), "tokens of a prompt"
+    assert plan.may_hold or not any(holds)
+    # A row from 0 on starts from nothing.
+    late = [min(count, start) for count, start in zip(pending, starts, strict=True)]
+    none = [0] * len(starts)
+    numbers = plan.states
+    return delta.plan_delta(starts, counts, none, numbers, (), late, holds, device=numbers.device)
+
+
+def _used(firsts: Sequence[int], counts: Sequence[int]) -> list[int]:
+    each = zip(firsts, counts, strict=True)
+    return list(chain.from_iterable(range(first, first + count) for first, count in each))
+
+
+def _spread(rows: Tensor, used: Sequence[int], count: int, gap: float) -> Tensor:
+    """`rows` where they are `used` among `count`, and `gap` elsewhere."""
+    out = rows.new_full((count, *rows.shape[1:]), gap)
+    out[used] = rows
+    return out

@@ -1,0 +1,260 @@
+"""Steps in which every row decodes, of an engine that drafts, on a GPU: two graph replays, and
+nothing from the host but which slots take part and how many drafts each has.
+
+Every row has as many places as one with all drafts of its step; what is left over computes nothing
+that anybody reads. The forward graph is named by its height (rows, padded), its width (places) and
+how many splits of keys its rows may see; the tail, which accepts drafts and makes the next ones,
+also by how many it makes, and by whether tokens are drawn. Which drafts were right, and so where
+the next step begins, the slot table knows: the host learns it late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.models.interface import ForwardBatch, Model
+from unisono.ops.attention import AttentionShape
+from unisono.workers.config import BLOCK_SIZE
+from unisono.workers.decode_steps import sized
+from unisono.workers.graph_pool import GraphPool
+from unisono.workers.kv_cache import KVCache
+from unisono.workers.protocol import Rows, SlotSampling, StepPlan
+from unisono.workers.sampler import Sampler
+from unisono.workers.slot_table import SlotTable
+from unisono.workers.state_pool import StatePool, caches_of
+from unisono.workers.step_buffers import RING, Result, StepBuffers
+
+if TYPE_CHECKING:
+    from unisono.ops.kernels.draft_plan import Places
+
+PIECE_ROWS = 256
+"""Rows of logits at a time: with 150,000 ids 256 of them take 150 MB, and a step may have many
+times as many."""
+
+
+class Layout(NamedTuple):
+    """What the graphs of a step are named by."""
+
+    height: int
+    width: int
+    num_splits: int
+
+
+Recipe = tuple[Tensor, Tensor, Tensor]
+"""Temperatures, seeds and positions [S] of tokens that are drawn."""
+
+
+class DraftSteps:
+    """Runs decode steps of up to `buffers.max_rows` rows, with drafts or without; `buckets` are
+    the heights of graphs."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        slots: SlotTable,
+        sampler: Sampler,
+        graphs: GraphPool,
+        buffers: StepBuffers,
+        buckets: Sequence[int],
+        shape: AttentionShape,
+        windows: Iterable[int],
+        states: StatePool | None = None,
+    ) -> None:
+        # Triton is loaded where there is a GPU only.
+        from unisono.ops.kernels import attention, delta_plan, draft_plan
+
+        self._attention, self._delta_plan, self._kernels = attention, delta_plan, draft_plan
+        self._model, self._cache, self._slots = model, cache, slots
+        self._sampler, self._graphs, self._buffers = sampler, graphs, buffers
+        self._shape, self._windows = shape, tuple(sorted(set(windows)))
+        self._buckets, self._states = buckets, states
+        self._table = draft_plan.Table(
+            slots.token_ids, slots.lengths, slots.block_table, slots.num_pending, slots.states
+        )
+
+    def serves(self, rows: Rows) -> bool:
+        """Whether every row decodes, and there are not too many."""
+        return len(rows) <= self._buffers.max_rows and rows.decode_only
+
+    def forward(self, plan: StepPlan) -> None:
+        """Run the model over the newest token of each row and its drafts."""
+        rows, (layout, eager) = plan.rows, self._layout(plan)
+        self._buffers.give_slots(rows.slot, layout.height, _drafts_of(rows))
+        self._graphs.run("forward", layout, lambda: self._forward(layout), eager)
+
+    def hidden(self, plan: StepPlan) -> Tensor:
+        """What `forward` made of the rows' tokens, [T, hidden], in their order."""
+        hidden = self._buffers.hidden
+        return hidden[torch.tensor(used_places(plan)).to(hidden.device)]
+
+    def tail(self, plan: StepPlan, *, draws: bool) -> LateDrafts:
+        """Choose tokens, keep those up to the first behind a wrong draft, draft for the next step.
+
+        Only where `why_on_host` of the rows says nothing. `draws`: some of them are not greedy.
+        """
+        (layout, eager), count = self._layout(plan), plan.num_proposals
+        key = (*layout, count, draws)
+        numbers = self._graphs.run("tail", key, lambda: self._tail(layout, count, draws), eager)
+        each = 1 + layout.width
+        return LateDrafts(self._buffers.take_result(numbers[: len(plan.rows) * each]), each)
+
+    def _layout(self, plan: StepPlan) -> tuple[Layout, str]:
+        """Of a step, and why there is no graph of it, if there is none."""
+        # What was in flight when the step was planned may have added so many tokens to a row, and
+        # the next drafts lie behind those of this one.
+        most = max(plan.rows.start) + (RING + 1) * self._buffers.num_drafts
+        # A power of two, so that a request that grows does not want a graph of its own again.
+        num_splits = 1 << (most // self._attention.SPLIT).bit_length()
+        height, eager = sized(len(plan.rows), self._buckets)
+        return Layout(height, width_of(plan), num_splits), eager
+
+    def _forward(self, layout: Layout) -> None:
+        places, batch = self._expanded(layout)
+        if self._states is not None:
+            records, width = places.delta, layout.width
+            delta = self._delta_plan.plan_records(records, places.states, width)
+            batch = replace(batch, delta=replace(delta, may_hold=width > 1))
+        caches = caches_of(self._model.config, self._cache, self._states)
+        hidden = self._buffers.hidden[: len(batch.token_ids)]
+        hidden.copy_(self._model.forward(batch, caches))
+
+    def _tail(self, layout: Layout, num_drafts: int, draws: bool) -> Tensor:
+        """[height * (1 + width)] int64: of each row how many tokens it answers, and these."""
+        height, width, num_splits = layout
+        slots, drafts = self._buffers.slots[:height], self._buffers.drafts(height)
+        hidden = self._buffers.hidden[: height * width]
+        # Before lengths grow: the layer that drafts sees the tokens where the model saw them.
+        _, batch = self._expanded(layout)
+        drawn = None
+        if draws:
+            slot_of_place = slots[:, None].expand(height, width).reshape(-1)
+            drawn = self._recipe(slot_of_place, batch.positions + 1)
+        keys = self._keys(self._model.logits, hidden, drawn)
+        settled = self._kernels.settle_drafts(keys, slots, drafts, self._table, width)
+        layer = self._cache.layers[-1]
+        made = self._model.draft(settled.following, hidden, batch, layer)
+        state = made.index_select(0, settled.last) if num_drafts else made
+        for number in range(num_drafts):
+            drawn = self._recipe(slots, self._slots.lengths[slots] + number) if draws else None
+            keys = self._keys(self._model.draft_logits, state, drawn)
+            batch = self._drafted(keys, settled.answers, number, num_splits)
+            if number + 1 < num_drafts:
+                state = self._model.draft(batch.token_ids, state, batch, layer)
+        return settled.answers.flatten()
+
+    def _expanded(self, layout: Layout) -> tuple[Places, ForwardBatch]:
+        """The step as the slot table has it; without recurrent states."""
+        height, width, num_splits = layout
+        slots, drafts = self._buffers.slots[:height], self._buffers.drafts(height)
+
+        def places(splits: int) -> Places:
+            return self._kernels.expand_drafts(
+                slots, drafts, self._table, width, BLOCK_SIZE, splits
+            )
+
+        return self._planned(places, width, num_splits)
+
+    def _drafted(self, keys: Tensor, answers: Tensor, number: int, num_splits: int) -> ForwardBatch:
+        """Write draft `number` of each row, which `keys` name; return the step that drafts on."""
+        slots, farthest = self._buffers.slots[: len(keys)], self._slots.max_model_len - 1
+
+        def places(splits: int) -> Places:
+            return self._kernels.place_drafts(
+                keys, slots, answers, self._table, number, farthest, BLOCK_SIZE, splits
+            )
+
+        return self._planned(places, 1, num_splits)[1]
+
+    def _planned(
+        self, places_of: Callable[[int], Places], width: int, num_splits: int
+    ) -> tuple[Places, ForwardBatch]:
+        """`places_of` lays a step out for so many partials a row: the same but for those."""
+        plans = {}
+        for window in self._windows:
+            splits = self._attention.splits_of_row(num_splits, window, width)
+            places = places_of(splits)
+            plans[window] = self._attention.plan_records(
+                *(self._shape, places.attention, self._slots.block_table, splits, window, width)
+            )
+        batch = ForwardBatch(places.token_ids, places.positions, places.slot_mapping, plans)
+        return places, batch
+
+    def _recipe(self, slots: Tensor, positions: Tensor) -> Recipe:
+        return *self._slots.sampling.draws(slots), positions
+
+    def _keys(
+        self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor, drawn: Recipe | None
+    ) -> Tensor:
+        """The winning key behind each of hidden [S, hidden]; not `drawn`: all are greedy."""
+        keys = []
+        for begin in range(0, len(hidden), PIECE_ROWS):
+            part = slice(begin, begin + PIECE_ROWS)
+            logits = logits_of(hidden[part])
+            if drawn is None:
+                keys.append(self._sampler.greedy_keys(logits))
+            else:
+                keys.append(self._sampler.drawn_keys(logits, *(each[part] for each in drawn)))
+        return keys[0] if len(keys) == 1 else torch.cat(keys)
+
+
+class LateDrafts:
+    """The answers of a step with drafts on their way to the host: as `Result`."""
+
+    def __init__(self, result: Result, each: int) -> None:
+        """`result` has `each` numbers of a row: how many tokens it answers, and these."""
+        self._result, self._each = result, each
+
+    def is_ready(self) -> bool:
+        """Whether reading would not wait."""
+        return self._result.is_ready()
+
+    @property
+    def counts(self) -> list[int]:
+        """How many tokens each row answers."""
+        return self._result.read()[:: self._each]
+
+    def read(self) -> list[int]:
+        """Wait, and return the tokens of all rows.
+
+        Raises FloatingPointError if a row's logits held a NaN, or those of its drafts.
+        """
+        numbers, counts = self._result.read(), self.counts
+        if bad := [row for row, count in enumerate(counts) if count < 0]:
+            raise FloatingPointError(f"the logits of sampling rows {bad} hold NaN")
+        tokens: list[int] = []
+        for row, count in enumerate(counts):
+            first = row * self._each + 1
+            tokens += numbers[first : first + count]
+        return tokens
+
+
+def width_of(plan: StepPlan) -> int:
+    """Places of each row of `plan`: the step after is as wide where drafts are made alike."""
+    drafts = max(plan.rows.drafts, default=0)
+    return 1 + max(drafts, plan.num_proposals) if drafts else 1
+
+
+def used_places(plan: StepPlan) -> list[int]:
+    """Which of the places of `plan` have a token, row by row."""
+    width = width_of(plan)
+    drafts = enumerate(_drafts_of(plan.rows))
+    return [row * width + place for row, each in drafts for place in range(1 + each)]
+
+
+def why_on_host(kinds: Sequence[SlotSampling]) -> str:
+    """Why the tokens of these rows cannot be chosen in a graph; "": they can."""
+    if not all(kind.needs_noise_only for kind in kinds):
+        return "sampling"
+    if any(kind.logprobs >= 0 for kind in kinds):
+        return "log-probabilities"
+    return "checksums" if any(kind.checksums for kind in kinds) else ""
+
+
+def _drafts_of(rows: Rows) -> Sequence[int]:
+    return rows.drafts or [0] * len(rows)
