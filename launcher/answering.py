@@ -21,6 +21,7 @@ from unisono.runtime.protocol import (
     Rejected,
     RequestRejected,
     SamplingParams,
+    Tokens,
 )
 from unisono.workers.config import WorkerConfig
 from unisono.workers.protocol import logprob_width
@@ -142,7 +143,7 @@ class RequestChannel(Protocol):
 
     def abort(self, request_id: int) -> None: ...
 
-    def poll(self, timeout_s: float) -> Sequence[Delta | Finished | Rejected]: ...
+    def poll(self, timeout_s: float) -> Sequence[Delta | Tokens | Finished | Rejected]: ...
 
 
 class TokenStream(Protocol):
@@ -171,6 +172,8 @@ class _Open:
     words: TokenStream
     search: StopSearch
     sink: Callable[[Piece | Answer], None]
+    whole: bool
+    """Nobody reads along."""
     submitted_s: float = field(default_factory=time.monotonic)
     first_token_s: float = 0.0
     text: list[str] = field(default_factory=list)
@@ -182,23 +185,31 @@ class _Open:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Without the first token's."""
 
-    def take(self, news: Delta) -> str:
+    @property
+    def is_silent(self) -> bool:
+        """Whether its text can wait for its end: nobody reads along, and it cannot end it."""
+        return self.whole and not self.params.stop
+
+    def take(self, token_ids: Sequence[int]) -> str:
         """Add tokens up to the one that completes a stop string; return the text to show."""
         if not self.token_ids:
             self.first_token_s = self.age_s()
-        start, num_known = len(self.text), len(self.token_ids)
+        if self.is_silent:
+            self.token_ids += token_ids
+            return ""
+        start = len(self.text)
         # One by one: tokens after the match are no part of the answer.
-        for token in news.token_ids:
+        for token in token_ids:
             self.token_ids.append(token)
             self.text.append(self.search.push(self.words.push((token,))))
             if self.search.found:
                 break
-        self._take_logprobs(news, self.token_ids[num_known:])
         return "".join(self.text[start:])
 
     def finish(self) -> str:
         """End the text; return what was held back, unless it completes a stop string."""
-        rest = self.search.push(self.words.flush())
+        known = self.words.push(self.token_ids) if self.is_silent else ""
+        rest = self.search.push(known + self.words.flush())
         rest += self.search.flush()
         self.text.append(rest)
         return rest
@@ -228,8 +239,9 @@ class _Open:
     def age_s(self) -> float:
         return time.monotonic() - self.submitted_s
 
-    def _take_logprobs(self, news: Delta, kept: Sequence[int]) -> None:
-        """Add the log-probabilities of `kept`, the first of `news.token_ids`, and the prompt's."""
+    def take_logprobs(self, news: Delta) -> None:
+        """Add the log-probabilities of what was taken of `news`, and those of the prompt."""
+        kept = self.token_ids[len(self.logprobs) :]
         if (num_top := self.params.logprobs) is not None:
             assert news.logprobs is not None, "log-probabilities were asked for"
             items = news.logprobs[: len(kept) * logprob_width(num_top)]
@@ -261,13 +273,21 @@ class Answering:
         return bool(self._running)
 
     def add(
-        self, request: Request, params: SamplingParams, sink: Callable[[Piece | Answer], None]
+        self,
+        request: Request,
+        params: SamplingParams,
+        sink: Callable[[Piece | Answer], None],
+        *,
+        whole: bool = False,
     ) -> int:
-        """Submit `request`; `sink` gets its pieces and then its answer. Returns its id."""
+        """Submit `request`; `sink` gets its pieces, unless it is to come `whole`, and then its
+        answer. Returns its id."""
         search = StopStrings(params.stop).search()
         request_id = self._engine.submit(request.prompt_ids, params, request.priority)
         words = self._tokenizer.stream()
-        self._running[request_id] = _Open(request, params, self._tokenizer, words, search, sink)
+        self._running[request_id] = _Open(
+            request, params, self._tokenizer, words, search, sink, whole
+        )
         return request_id
 
     def drop(self, request_id: int) -> None:
@@ -283,25 +303,36 @@ class Answering:
         """Hand out what arrives within `timeout_s`. Raises WorkerLost."""
         for event in self._engine.poll(timeout_s):
             # Events of an aborted request may still arrive.
-            if event.request_id in self._running:
+            if isinstance(event, Tokens):
+                for request_id, token_id in zip(event.request_ids, event.token_ids, strict=True):
+                    if request_id in self._running:
+                        self._take(request_id, (token_id,))
+            elif event.request_id in self._running:
                 self._apply(event)
+
+    def _take(self, request_id: int, token_ids: Sequence[int], news: Delta | None = None) -> None:
+        """Add tokens to an answer; `news`: they came with more than that."""
+        entry = self._running[request_id]
+        text = entry.take(token_ids)
+        if news is not None:
+            entry.num_cached_tokens = news.num_cached_tokens
+            entry.take_logprobs(news)
+        if entry.search.found:
+            self.drop(request_id)
+        if text and not entry.whole:
+            entry.sink(entry.piece(text))
+        if entry.search.found:
+            self._answer(entry, "stop", entry.first_token_s, entry.age_s())
 
     def _apply(self, event: Delta | Finished | Rejected) -> None:
         entry = self._running[event.request_id]
         match event:
             case Delta():
-                entry.num_cached_tokens = event.num_cached_tokens
-                text = entry.take(event)
-                if entry.search.found:
-                    self.drop(event.request_id)
-                if text:
-                    entry.sink(entry.piece(text))
-                if entry.search.found:
-                    self._answer(entry, "stop", entry.first_token_s, entry.age_s())
+                self._take(event.request_id, event.token_ids, event)
             case Finished():
                 del self._running[event.request_id]
                 rest = entry.finish()
-                if rest:
+                if rest and not entry.whole:
                     entry.sink(entry.piece(rest))
                 reason = "stop" if entry.search.found else event.reason
                 self._answer(entry, reason, event.first_token_s, event.total_s, event)
@@ -355,9 +386,12 @@ def answer_all(
     requests: Sequence[Request],
     params: SamplingParams,
     numerics: str = "",
+    *,
+    whole: bool = False,
 ) -> Generator[Piece | Answer, None, None]:
     """Submit every request and yield pieces as they come and one `Answer` per request.
 
+    No pieces if the answers are to come `whole`.
     Pieces of different requests interleave; the concatenated pieces of a request are its answer.
     Leaving early (an exception, or closing the iterator) aborts what is still running. Raises
     WorkerLost.
@@ -367,7 +401,7 @@ def answer_all(
     request_ids = []
     try:
         for request in requests:
-            request_ids.append(answering.add(request, params, news.append))
+            request_ids.append(answering.add(request, params, news.append, whole=whole))
         while answering.has_work:
             answering.step(POLL_S)
             while news:

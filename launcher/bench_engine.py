@@ -27,6 +27,7 @@ from unisono.runtime.protocol import (
     Finished,
     Rejected,
     SamplingParams,
+    Tokens,
 )
 from unisono.workers.timings import Machine
 
@@ -130,7 +131,11 @@ def serve(
     while left and not is_enough(got):
         for event in engine.poll(POLL_S):
             # Of requests aborted before, some tokens may still come.
-            if event.request_id in answers and _take(answers[event.request_id], event):
+            if isinstance(event, Tokens):
+                for request_id, token_id in zip(event.request_ids, event.token_ids, strict=True):
+                    if (answer := answers.get(request_id)) is not None:
+                        answer.token_ids.append(token_id)
+            elif event.request_id in answers and _take(answers[event.request_id], event):
                 left.discard(event.request_id)
     seconds = time.monotonic() - started
     for request_id in left:

@@ -55,6 +55,7 @@ from unisono.runtime.protocol import (
     StepsSeen,
     Stop,
     Submit,
+    Tokens,
     Wake,
     WatchSteps,
     WorkerLost,
@@ -63,7 +64,7 @@ from unisono.runtime.sampling_wire import with_seed
 from unisono.workers.channel import CurveKeys, Peer, ProtocolError
 from unisono.workers.protocol import StepPlan, int32s
 
-Event = Delta | Finished | Rejected
+Event = Delta | Tokens | Finished | Rejected
 TableMaker = Callable[..., tuple[ProcessSpec, ...]]
 Reply = TypeVar("Reply", Replayed, Reschedule)
 
@@ -216,7 +217,7 @@ class Engine:
             events: list[Event] = []
             for message in self._receive(wait_s):
                 match message:
-                    case Delta() | Finished() | Rejected():
+                    case Delta() | Tokens() | Finished() | Rejected():
                         events.append(message)
                     case StepsSeen():
                         self.seen.append(message)

@@ -42,6 +42,8 @@ class Job:
     requests: Sequence[Request]
     params: SamplingParams
     sink: Callable[[News], None]
+    whole: bool = False
+    """Answers alone, without pieces."""
     request_ids: list[int] = field(default_factory=list)
     """Known to the engine's thread only."""
 
@@ -115,7 +117,9 @@ class EngineThread:
         self._jobs.add(job)
         try:
             for request in job.requests:
-                job.request_ids.append(self._answering.add(request, job.params, job.sink))
+                job.request_ids.append(
+                    self._answering.add(request, job.params, job.sink, whole=job.whole)
+                )
         except Exception as error:
             self._end(job)
             job.sink(error)

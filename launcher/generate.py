@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -41,6 +41,10 @@ from unisono.models.config import ConfigError
 from unisono.models.partition import ModelPartition
 from unisono.runtime.protocol import EngineReady, SamplingParams
 from unisono.workers.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from unisono.launcher.resolve import Prepared
+    from unisono.launcher.tokenizer import Tokenizer
 
 EXIT_REJECTED = 2
 """Some prompt could not be served; the others were."""
@@ -107,7 +111,6 @@ def command(
     from unisono.launcher.engine_client import Engine
     from unisono.launcher.resolve import prepare, with_tokenizer
     from unisono.launcher.timed import TimedEngine, text_for
-    from unisono.launcher.tokenizer import Tokenizer
 
     with console.fetching() as fetched:
         prepared = prepare(model, given(options, LAUNCH_OPTIONS), os.environ, cluster, fetched)
@@ -116,11 +119,7 @@ def command(
         format="%(asctime)s launcher %(levelname)s %(message)s",
     )
     check_sampling_params(params, prepared.worker.model)
-    tokenizer: Tokenizer | IdsOnly = (
-        Tokenizer.load(prepared.source)
-        if prepared.has_tokenizer
-        else IdsOnly(model, prepared.worker.model.vocab_size)
-    )
+    tokenizer = _tokenizer_of(prepared, model)
     check_text_params(params, tokenizer)
     requests = tokenize_prompts(asked, tokenizer, raw=raw, system=system, priority=priority or 0)
     check_prompts(requests, prepared.worker)
@@ -132,13 +131,21 @@ def command(
             console.note(ready_line(ready, prepared.worker.tp))
         started = time.monotonic()
         numerics = numerics_of(ready, prepared.worker)
-        text = text_for(engine, tokenizer)
-        with closing(answer_all(engine, text, requests, params, numerics)) as events:
+        text, whole = text_for(engine, tokenizer), len(asked) > 1 or as_json
+        with closing(answer_all(engine, text, requests, params, numerics, whole=whole)) as events:
             answers = show(events, asked, console, as_json=as_json)
         seconds = time.monotonic() - started
     card = card_here() if cluster is None else None
     console.note(closing_line(answers, seconds, ready, prepared.worker, card))
     return _report_rejected(answers, console)
+
+
+def _tokenizer_of(prepared: Prepared, model: str) -> Tokenizer | IdsOnly:
+    if not prepared.has_tokenizer:
+        return IdsOnly(model, prepared.worker.model.vocab_size)
+    from unisono.launcher.tokenizer import Tokenizer
+
+    return Tokenizer.load(prepared.source)
 
 
 def show(

@@ -423,13 +423,8 @@ def _job(
     *,
     whole: bool,
 ) -> Job:
-    def put_answers(news: News) -> None:
-        # A waiting thread is not woken for every token.
-        if not isinstance(news, Piece):
-            put(news)
-
     params = SamplingParams() if params is None else params
-    return Job(requests=requests, params=params, sink=put_answers if whole else put)
+    return Job(requests=requests, params=params, sink=put, whole=whole)
 
 
 def _is_ids(prompt: Sequence[object]) -> bool:

@@ -170,7 +170,7 @@ def _answers(
             for index, window in itertools.islice(waiting, in_flight - len(running)):
                 ids = tuple(token_ids[window.start : window.stop])
                 request = Request(index=index, prompt="", prompt_ids=ids, gives_ids=True)
-                running[index] = answering.add(request, _PARAMS, news.append)
+                running[index] = answering.add(request, _PARAMS, news.append, whole=True)
             if not running:
                 return
             answering.step(POLL_S)

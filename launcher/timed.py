@@ -26,6 +26,7 @@ from unisono.runtime.protocol import (
     Rejected,
     SamplingParams,
     Starting,
+    Tokens,
 )
 from unisono.workers.timeline import (
     MOST_EVENTS,
@@ -90,11 +91,15 @@ class TimedEngine(Engine):
             self.timeline.span(Kind.POLL, began, len(events))
         for event in events:
             # Of a request that was aborted some tokens may still come.
-            if event.request_id in self._num_tokens:
+            if isinstance(event, Tokens):
+                for number in event.request_ids:
+                    if number in self._num_tokens:
+                        self._num_tokens[number] += 1
+            elif event.request_id in self._num_tokens:
                 self._note(event)
         return events
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: Delta | Finished | Rejected) -> None:
         number, known = event.request_id, self._num_tokens[event.request_id]
         match event:
             case Delta(token_ids=tokens):

@@ -21,6 +21,7 @@ from unisono.runtime.protocol import (
     RequestRejected,
     Reschedule,
     SamplingParams,
+    Tokens,
 )
 from unisono.workers.protocol import int32s
 
@@ -48,7 +49,7 @@ class Channel(Protocol):
         more: bool = False,
     ) -> int: ...
 
-    def poll(self, timeout_s: float) -> Sequence[Delta | Finished | Rejected]: ...
+    def poll(self, timeout_s: float) -> Sequence[Delta | Tokens | Finished | Rejected]: ...
 
     def reschedule(self, limits: Reschedule) -> None: ...
 
@@ -181,6 +182,10 @@ def ask(
     while left or told.num_due:
         events = engine.poll(POLL_S)
         for event in events:
+            if isinstance(event, Tokens):
+                for request_id, token_id in zip(event.request_ids, event.token_ids, strict=True):
+                    answers[request_id].token_ids.append(token_id)
+                continue
             _take(answers[event.request_id], event)
             if not isinstance(event, Delta):
                 left.discard(event.request_id)

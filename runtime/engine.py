@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from functools import partial
 
 from unisono.runtime.logprobs import take_prompt_logprobs
@@ -26,6 +26,7 @@ from unisono.runtime.protocol import (
     Sleep,
     Stop,
     Submit,
+    Tokens,
     Wake,
     WatchSteps,
     WorkerLost,
@@ -34,7 +35,7 @@ from unisono.runtime.request import Request
 from unisono.runtime.scheduler import NewToken, Scheduler
 from unisono.runtime.worker_group import WorkerGroup
 from unisono.workers.channel import Hub, ProtocolError
-from unisono.workers.protocol import LoadWeights
+from unisono.workers.protocol import LoadWeights, int32s
 
 _IDLE_S = 0.25
 """How long an idle engine waits for a request before it looks after its ranks."""
@@ -56,6 +57,7 @@ class Engine:
         self._max_model_len = max_model_len
         self._stopped = False
         self._in_flight: deque[int] = deque()
+        self._news: list[NewToken] = []
         self._last_result_s = 0.0
         self._waited_s, self._wait_began = 0.0, math.inf
         self._num_replays, self._eager = 0, Counter[str]()
@@ -66,6 +68,8 @@ class Engine:
     def run(self) -> None:
         """Serve. Raises WorkerLost (RankFault with the rank's own exception)."""
         while True:
+            if not self._is_busy:
+                self._tell()
             self._drain()
             if self._stopped:
                 break
@@ -73,6 +77,7 @@ class Engine:
                 self._obey(*self._orders.popleft())
             elif self._is_busy:
                 self._send_plans()
+                self._tell()
                 self._take_result()
             else:
                 self._workers.check()
@@ -92,7 +97,7 @@ class Engine:
             self._in_flight.append(plan.step)
 
     def _take_result(self) -> None:
-        """Wait for the oldest step in flight, and pass on what it answered."""
+        """Wait for the oldest step in flight. Who asked is told once the ranks have their plans."""
         self._wait_began = time.monotonic()
         result = self._workers.receive(self._in_flight.popleft())
         now = time.monotonic()
@@ -103,15 +108,15 @@ class Engine:
         self._last_result_s = now if self._in_flight else 0.0
         self._num_replays = result.num_replays
         self._eager.update(result.eager)
-        for news in self._scheduler.apply(
+        self._news += self._scheduler.apply(
             result.tokens, result.counts, result.logprobs, result.checksums, seconds
-        ):
-            self._emit(news)
+        )
 
     def _obey(self, client: str, order: Order) -> None:
         """Sleep, wake or take other weights, once the results in flight are in."""
         while self._in_flight:
             self._take_result()
+        self._tell()
         error: WorkerLost | None = None
         match order:
             case Sleep(level=level) if level > self._sleep_level:
@@ -203,37 +208,51 @@ class Engine:
         except RequestRejected as error:
             self._hub.send(client, Rejected(request_id=message.request_id, message=str(error)))
 
-    def _emit(self, news: NewToken) -> None:
-        request, now = news.request, time.monotonic()
-        if request.num_answered == 1:
-            request.first_token_s = now - request.arrived_s
-        self._hub.send(
-            request.client,
-            Delta(
-                request_id=request.request_id,
-                token_ids=array("i", [news.token_id]),
-                logprobs=news.logprobs,
-                prompt_logprobs=take_prompt_logprobs(request),
-                num_cached_tokens=request.num_cached_tokens,
-                checksums=None if news.checksum is None else array("q", [news.checksum]),
-            ),
-        )
-        if news.reason is not None:
+    def _tell(self) -> None:
+        """Pass on what came of the last steps; what are only tokens in one message a client."""
+        told, self._news = self._news, []
+        now, plain = time.monotonic(), defaultdict[str, list[NewToken]](list)
+        for news in told:
+            request = news.request
+            if not request.is_watched and request.first_token_s:
+                plain[request.client].append(news)
+                continue
+            request.first_token_s = request.first_token_s or now - request.arrived_s
             self._hub.send(
                 request.client,
-                Finished(
+                Delta(
                     request_id=request.request_id,
-                    reason=news.reason,
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    num_tokens=request.num_answered,
-                    first_token_s=request.first_token_s,
-                    total_s=now - request.arrived_s,
+                    token_ids=int32s([news.token_id]),
+                    logprobs=news.logprobs,
+                    prompt_logprobs=take_prompt_logprobs(request),
                     num_cached_tokens=request.num_cached_tokens,
-                    num_preemptions=request.num_admissions - 1,
-                    drafted=request.drafted,
-                    accepted=request.accepted,
-                    waited_s=self._waited_s - request.waited_s,
-                    num_replays=self._num_replays,
-                    eager=tuple(self._eager.items()),
+                    checksums=None if news.checksum is None else array("q", [news.checksum]),
                 ),
             )
+        for client, tokens in plain.items():
+            request_ids = array("q", [news.request.request_id for news in tokens])
+            token_ids = int32s([news.token_id for news in tokens])
+            self._hub.send(client, Tokens(request_ids=request_ids, token_ids=token_ids))
+        for news in told:
+            if news.reason is not None:
+                self._end(news.request, news.reason, now)
+
+    def _end(self, request: Request, reason: str, now: float) -> None:
+        self._hub.send(
+            request.client,
+            Finished(
+                request_id=request.request_id,
+                reason=reason,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_tokens=request.num_answered,
+                first_token_s=request.first_token_s,
+                total_s=now - request.arrived_s,
+                num_cached_tokens=request.num_cached_tokens,
+                num_preemptions=request.num_admissions - 1,
+                drafted=request.drafted,
+                accepted=request.accepted,
+                waited_s=self._waited_s - request.waited_s,
+                num_replays=self._num_replays,
+                eager=tuple(self._eager.items()),
+            ),
+        )

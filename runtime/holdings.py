@@ -59,7 +59,7 @@ class Holdings:
             request.state = self.states.take()
         request.num_given = request.num_tokens
         request.num_published = len(shared)
-        request.num_computed = len(shared) * BLOCK_SIZE
+        request.num_computed = request.next_start = len(shared) * BLOCK_SIZE
         return True
 
     def find_shared(self, request: Request) -> list[int]:
@@ -115,7 +115,7 @@ class Holdings:
         """Take everything from `request`; the seat still has to be freed."""
         seat = Seat(slot=request.slot, blocks=request.blocks, state=request.state)
         request.blocks, request.slot, request.state = [], 0, 0
-        request.num_computed = request.num_ahead = request.num_drafts = request.num_proposed = 0
+        request.num_computed = request.next_start = request.num_drafts = request.num_proposed = 0
         request.num_sent_blocks = request.num_published = 0
         return seat
 

@@ -220,8 +220,19 @@ class EngineReady:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """The next token of each of `request_ids`, all at once; one may be named again.
+
+    Of requests that want nothing but tokens, behind the `Delta` with their first.
+    """
+
+    request_ids: array[int]
+    token_ids: array[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """New tokens of a request, in order.
+    """New tokens of a request, in order: its first, or all where more than tokens is wanted.
 
     `logprobs`, where they were asked for: `logprob_width` items of each token. `prompt_logprobs`:
     with the first tokens, those of the prompt from its second token on. Layout: `logprob_width`
@@ -326,6 +337,7 @@ class EngineAwake:
 ENGINE_EVENTS = (
     Starting,
     EngineReady,
+    Tokens,
     Delta,
     Finished,
     Rejected,

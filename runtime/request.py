@@ -50,8 +50,8 @@ class Request:
     num_given: int = 0
     """Tokens its slot was opened with: the prompt, and after a pre-emption the answer so far."""
     num_computed: int = 0
-    num_ahead: int = 0
-    """Tokens that its rows in flight compute for certain."""
+    next_start: int = 0
+    """Where its next row begins, at the least."""
     num_drafts: int = 0
     """Drafts of its rows in flight: tokens that may be accepted beside."""
     num_proposed: int = 0
@@ -75,6 +75,11 @@ class Request:
     a pre-emption they are not taken again."""
     prompt_logprobs: array[int] = field(default_factory=int32s)
     """Those that wait for the first token of the answer, to be sent with it."""
+    is_watched: bool = field(init=False)
+    """Whether more than tokens is wanted of it."""
+
+    def __post_init__(self) -> None:
+        self.is_watched = self.checksums or self.params.logprobs is not None
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -97,27 +102,22 @@ class Request:
     @property
     def in_prompt(self) -> bool:
         """Whether tokens that its slot was opened with are still to be planned."""
-        return self.num_computed + self.num_ahead < self.num_given
+        return self.next_start < self.num_given
 
     @property
-    def next_start(self) -> int:
-        """Where its next row begins, at the least."""
-        return self.num_computed + self.num_ahead
+    def num_ahead(self) -> int:
+        """Tokens that its rows in flight compute for certain."""
+        return self.next_start - self.num_computed
 
     @property
     def most_computed(self) -> int:
         """Tokens that are computed when all steps in flight are done, at the most."""
-        return self.num_computed + self.num_ahead + self.num_drafts
+        return self.next_start + self.num_drafts
 
     @property
     def num_left(self) -> int:
         """Tokens still to be computed after the steps in flight, at the least."""
-        return len(self.prompt_ids) + self.max_tokens - 1 - self.most_computed
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether more than tokens is wanted of it."""
-        return self.checksums or self.params.logprobs is not None
+        return len(self.prompt_ids) + self.max_tokens - 1 - self.next_start - self.num_drafts
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

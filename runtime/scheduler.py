@@ -37,6 +37,7 @@ from unisono.workers.protocol import Phase, StepPlan
 Records = tuple["array[int] | None", int | None]
 """Log-probabilities and checksum of one token, where they are wanted."""
 _NO_RECORDS: Records = (None, None)
+_CHUNK, _DECODE = Phase.CHUNK, Phase.DECODE  # looking them up takes half as long as making a row
 
 
 @dataclass(slots=True)
@@ -182,7 +183,7 @@ class Scheduler:
             return None
         # Whoever was pre-empted just now would only take the blocks that were needed.
         opened = self._admit() if self.num_preemptions == num_preemptions else []
-        rows += self._plan_prompts(self._max_step_tokens - sum(r.count + r.drafts for r in rows))
+        rows += self._plan_prompts(self._max_step_tokens - sum([1 + r.drafts for r in rows]))
         if not rows:
             assert not opened, "requests were admitted and none runs"
             assert self._flights or not self.has_work, "requests wait and nothing runs"
@@ -195,10 +196,11 @@ class Scheduler:
             saves=self._holdings.begin_saves(rows),
         )
         for row in rows:
-            row.request.num_ahead += row.count
-            row.request.num_drafts += row.drafts
-            row.request.num_proposed = self._drafts_now
-            row.request.last_step = self._step
+            request = row.request
+            request.next_start += row.count
+            request.num_drafts += row.drafts
+            request.num_proposed = self._drafts_now
+            request.last_step = self._step
         self._flights.append(flight)
         return step_plan(
             flight, opened, self._running, self._eos_token_ids, num_proposals=self._drafts_now
@@ -230,18 +232,18 @@ class Scheduler:
         news: list[NewToken] = []
         end = 0
         for row in flight.rows:
-            is_chunk = row.phase is Phase.CHUNK
-            count = 0 if is_chunk else next(due)
+            request = row.request
+            count = 0 if row.phase is _CHUNK else next(due)
             end += count
-            records: list[Records] = [_NO_RECORDS] * count
-            if count and row.request.is_watched:
+            records: Sequence[Records] = ()
+            if request.is_watched:
                 records = [
-                    (cutter.cut(row.request), next(sums) if row.request.checksums else None)
+                    (cutter.cut(request), next(sums) if request.checksums else None)
                     for _ in range(count)
                 ]
             # A request that has ended meanwhile had its row in vain.
-            if row.request.slot:
-                assert is_chunk or 1 <= count <= 1 + row.drafts, row
+            if request.slot:
+                assert row.phase is _CHUNK or 1 <= count <= 1 + row.drafts, row
                 news += self._settle(row, tokens[end - count : end], records)
         assert end == len(tokens), f"{len(tokens)} tokens where {end} were due"
         cutter.check_empty()
@@ -294,13 +296,13 @@ class Scheduler:
                 continue
             if not budget:
                 break
-            drafts = self.drafts_for(request)
-            if drafts:
+            if drafts := self.drafts_for(request) if self._drafts_now else 0:
                 drafts = min(drafts, request.num_left - 1, budget - 1)
                 if not self.ledger.can_take(self._holdings.missing(request, 1 + drafts)):
                     drafts = 0
-            if self._make_room(request, 1 + drafts):
-                planned.append(PlannedRow(request, request.next_start, 1, Phase.DECODE, drafts))
+            room = len(request.blocks) * BLOCK_SIZE
+            if request.most_computed + drafts < room or self._make_room(request, 1 + drafts):
+                planned.append(PlannedRow(request, request.next_start, 1, _DECODE, drafts))
                 budget -= 1 + drafts
             elif self._flights:
                 return None
@@ -364,19 +366,22 @@ class Scheduler:
         `records`: the log-probabilities and the checksum of each token, where they are wanted.
         """
         request = row.request
-        request.num_ahead -= row.count
-        request.num_drafts -= row.drafts
+        gained = row.count
         if row.drafts:
             request.count_drafts(row.drafts, len(tokens) - 1)
-        request.num_computed += row.count + max(len(tokens) - 1, 0)
+            request.num_drafts -= row.drafts
+            request.next_start += len(tokens) - 1
+            gained = len(tokens)
+        request.num_computed += gained
         news: list[NewToken] = []
-        for token_id, record in zip(tokens, records, strict=True):
+        for place, token_id in enumerate(tokens):
+            logprobs, checksum = records[place] if records else _NO_RECORDS
             request.answer_ids.append(token_id)
             reason = finish_reason(request, token_id, self._eos_token_ids)
-            news.append(NewToken(request, token_id, reason, *record))
+            news.append(NewToken(request, token_id, reason, logprobs, checksum))
             if reason is not None:
                 break
-        if request.num_computed >= (request.num_published + 1) * BLOCK_SIZE:
+        if request.num_computed % BLOCK_SIZE < gained:  # it has filled a block
             self._holdings.publish(request)
         if news and news[-1].reason is not None:
             self._close(request)

@@ -18,4 +18,4 @@ def finish_reason(request: Request, token_id: int, eos_token_ids: Collection[int
         return "stop"
     if token_id in eos_token_ids and not params.ignore_eos:
         return "stop"
-    return "length" if request.num_answered >= request.max_tokens else None
+    return "length" if len(request.answer_ids) >= request.max_tokens else None

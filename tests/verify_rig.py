@@ -29,6 +29,7 @@ from unisono.runtime.protocol import (
     Reschedule,
     SamplingParams,
     Sleep,
+    Tokens,
     Wake,
 )
 from unisono.runtime.request import Request
@@ -88,25 +89,28 @@ class RigChannel:
                 self._engine.reload(self._reloaded)
         self.states.append(EngineAwake())
 
-    def poll(self, timeout_s: float) -> list[Delta | Finished | Rejected]:
+    def poll(self, timeout_s: float) -> list[Delta | Tokens | Finished | Rejected]:
         if self.states:
             return []
         plan = self._scheduler.next_plan()
         assert plan is not None
         output, _ = self._engine.step(plan)
-        events: list[Delta | Finished | Rejected] = []
+        events: list[Delta | Tokens | Finished | Rejected] = []
         for news in self._scheduler.apply(
             output.tokens, output.counts, output.logprobs, output.checksums
         ):
             request = news.request
+            number, token = request.request_id, array("i", [news.token_id])
             events.append(
                 Delta(
-                    request_id=request.request_id,
-                    token_ids=array("i", [news.token_id]),
+                    request_id=number,
+                    token_ids=token,
                     logprobs=news.logprobs,
                     prompt_logprobs=take_prompt_logprobs(request),
                     checksums=None if news.checksum is None else array("q", [news.checksum]),
                 )
+                if request.is_watched or request.num_answered == 1
+                else Tokens(request_ids=array("q", [number]), token_ids=token)
             )
             if news.reason:
                 events.append(

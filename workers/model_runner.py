@@ -121,9 +121,9 @@ class ModelRunner:
 
     def _run_decode(self, decode: DecodeSteps, rows: Rows) -> StepOutput | LateOutput:
         hidden = decode.forward(rows)
-        kinds = [self._slots.sampling.of(slot) for slot in rows.slot]
-        if all(k.needs_noise_only and k.logprobs < 0 and not k.checksums for k in kinds):
-            return LateOutput(decode.tail(rows, draws=not all(k.is_plain for k in kinds)))
+        kinds = self._slots.sampling
+        if kinds.want_only_tokens(rows.slot):
+            return LateOutput(decode.tail(rows, draws=kinds.draw(rows.slot)))
         slots = torch.tensor(rows.slot, dtype=torch.int64).to(hidden.device)
         positions = torch.tensor(rows.start, dtype=torch.int64).to(hidden.device) + 1
         return self._sample(hidden, rows.slot, slots, positions, int32s())

@@ -25,6 +25,9 @@ class Phase(IntEnum):
     """The newest token of an answer: one token is sampled."""
 
 
+_DECODE = int(Phase.DECODE)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSampling:
     """How the tokens of one slot are chosen; the defaults take the likeliest.
@@ -172,7 +175,7 @@ class Rows:
 
     @property
     def decode_only(self) -> bool:
-        return all(phase == Phase.DECODE for phase in self.phase)
+        return self.phase.count(_DECODE) == len(self.phase)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,12 +49,21 @@ class SamplingState:
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._device = device
         self._slots = [SlotSampling()] * (num_slots + 1)
+        self._demanding: set[int] = set()
+        self._drawing: set[int] = set()
+        """Slots that need more than logits and noise, or want more than tokens."""
         self._reals = torch.zeros((num_slots + 1, 6), dtype=torch.float64, device=device)
         self._wholes = torch.zeros((num_slots + 1, 4), dtype=torch.int64, device=device)
 
     def open(self, slot: int, sampling: SlotSampling) -> None:
         """Choose the tokens of `slot` by `sampling` from now on."""
         was_plain, self._slots[slot] = self._slots[slot].is_plain, sampling
+        self._demanding.discard(slot)
+        self._drawing.discard(slot)
+        if not sampling.needs_noise_only or sampling.logprobs >= 0 or sampling.checksums:
+            self._demanding.add(slot)
+        if not sampling.is_greedy:
+            self._drawing.add(slot)
         if sampling.is_plain and was_plain:
             return
         reals = (
@@ -77,6 +86,14 @@ class SamplingState:
     def of(self, slot: int) -> SlotSampling:
         """How the tokens of `slot` are chosen."""
         return self._slots[slot]
+
+    def want_only_tokens(self, slots: Sequence[int]) -> bool:
+        """Whether rows of these slots need logits and noise alone, and want tokens alone."""
+        return self._demanding.isdisjoint(slots)
+
+    def draw(self, slots: Sequence[int]) -> bool:
+        """Whether noise has a part in any row of these slots."""
+        return not self._drawing.isdisjoint(slots)
 
     def draws(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Temperature [n] fp64, 0 for greedy ones, and seed [n] int64 of slots [n]."""

@@ -27,9 +27,12 @@ from unisono.runtime.protocol import (
     SamplingParams,
     Sleep,
     Starting,
+    Tokens,
     Wake,
     WorkerLost,
 )
+
+Event = Delta | Tokens | Finished | Rejected
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -158,7 +161,7 @@ class FakeEngine:
         self.params: list[SamplingParams] = []
         self.priorities: list[int] = []
         self.aborted: list[int] = []
-        self._queues: dict[int, deque[Delta | Finished | Rejected]] = {}
+        self._queues: dict[int, deque[Event]] = {}
         self._next_id = 100
         self.ordered: list[Order] = []
         self.states: deque[EngineAsleep | EngineAwake] = deque()
@@ -212,21 +215,28 @@ class FakeEngine:
         state = EngineAsleep(level=level, error=error) if level else EngineAwake(error=error)
         self.states.append(state)
 
-    def poll(self, timeout_s: float) -> list[Delta | Finished | Rejected]:
+    def poll(self, timeout_s: float) -> list[Event]:
+        """As a runtime does: what are only tokens behind the first comes at once for all."""
         if self._level:
             return []
         events = [queue.popleft() for queue in self._queues.values() if queue]
         if any(isinstance(event, Finished) and event.reason == "die" for event in events):
             raise WorkerLost("rank 1 failed in step 3: KilledBySignal: SIGKILL")
+        tokens = [event for event in events if isinstance(event, Tokens)]
         # An id that nobody waits for: a late word about an aborted request.
-        return [Delta(request_id=7, token_ids=array("i", [65])), *events]
+        late = Delta(request_id=7, token_ids=array("i", [65]))
+        together = Tokens(
+            request_ids=sum((each.request_ids for each in tokens), array("q", [7])),
+            token_ids=sum((each.token_ids for each in tokens), array("i", [65])),
+        )
+        return [late, together, *(event for event in events if not isinstance(event, Tokens))]
 
     def close(self) -> None:
         self.log.append("close")
 
     def _events(
         self, request_id: int, prompt_ids: Sequence[int], params: SamplingParams
-    ) -> Iterable[Delta | Finished | Rejected]:
+    ) -> Iterable[Event]:
         text = bytes(token for token in prompt_ids if token < 256).decode()
         text = text.removesuffix("<assistant>").rpartition(">")[2]
         if "reject" in text:
@@ -235,6 +245,9 @@ class FakeEngine:
         answer = [*text.upper().encode(), EOS][: params.max_tokens]
         of_prompt = logprob_items(prompt_ids[1:], params.prompt_logprobs, 1)
         for place, token in enumerate(answer):
+            if place and params.logprobs is None:
+                yield Tokens(request_ids=array("q", [request_id]), token_ids=array("i", [token]))
+                continue
             yield Delta(
                 request_id=request_id,
                 token_ids=array("i", [token]),

@@ -29,9 +29,9 @@ from unisono.launcher.bench_step import (
 from unisono.launcher.bench_step_report import BatchTimes, closing_line, details_of, row_of, titles
 from unisono.launcher.resolve import HostFacts
 from unisono.launcher.roofline import step_bytes
-from unisono.runtime.protocol import Delta, WorkerLost
+from unisono.runtime.protocol import Delta, Tokens, WorkerLost
 from unisono.runtime.scheduler import Scheduler
-from unisono.workers.protocol import Phase
+from unisono.workers.protocol import Phase, int32s
 from unisono.workers.timings import Machine, StepsSeen, WatchSteps
 
 MS = 1_000_000
@@ -227,9 +227,10 @@ class FakeRanks:
                 for rank in (1, 0)
             ]
         self.left = {number: left - 1 for number, left in self.left.items()}
-        # Of a request that was aborted before.
+        # Request 1 was aborted before.
         late = Delta(request_id=1, token_ids=array("i", [9]))
-        return [late, *(Delta(request_id=n, token_ids=array("i", [n % 1000])) for n in self.left)]
+        numbers = array("q", [1, *self.left])
+        return [late, Tokens(request_ids=numbers, token_ids=int32s(n % 1000 for n in numbers))]
 
 
 MACHINE = Machine(

@@ -250,6 +250,23 @@ def test_pieces_join_to_the_answer_for_interleaved_requests(engine):
         assert answers[index].num_prompt_tokens == len(text.encode())
 
 
+def test_whole_answers_become_text_once(engine):
+    """Where nobody reads along, no token is turned into text by itself."""
+    pushed = []
+
+    class Words(FakeTokenizer):
+        def stream(self):
+            stream = super().stream()
+            push = stream.push
+            stream.push = lambda ids: pushed.append(list(ids)) or push(pushed[-1])
+            return stream
+
+    texts = ("naïve 猫", "b")
+    first, second = answer_all(engine, Words(), requests_of(*texts), SamplingParams(), whole=True)
+    assert (first.text, second.text) == ("B", "NAÏVE 猫")
+    assert sorted(pushed, key=len) == [list(first.token_ids), list(second.token_ids)]
+
+
 def test_what_is_left_of_a_cut_character_is_shown_at_the_end(engine):
     params = SamplingParams(max_tokens=1)
     events = list(answer_all(engine, FakeTokenizer(), requests_of("é"), params))

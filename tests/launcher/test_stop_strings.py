@@ -13,7 +13,7 @@ from tests.tiny_tokenizers import TEXTS, byte_level_tokenizer, sentence_piece_to
 from unisono.launcher.answering import Answer, Piece, Request, answer_all
 from unisono.launcher.stop_strings import StopStrings
 from unisono.launcher.tokenizer import Tokenizer
-from unisono.runtime.protocol import Delta, Finished, SamplingParams
+from unisono.runtime.protocol import Delta, Finished, SamplingParams, Tokens
 
 TOKENIZERS = {
     "byte-level": Tokenizer(byte_level_tokenizer(), special_tokens={}, templates={}),
@@ -131,6 +131,8 @@ class OneAnswer:
         self._deltas += 1
         new = self.ids[self.num_sent : self.num_sent + size]
         self.num_sent += len(new)
+        if len(new) == 1 and self._deltas > 1:
+            return [Tokens(request_ids=array("q", [1]), token_ids=array("i", new))]
         return [Delta(request_id=1, token_ids=array("i", new))]
 
 
@@ -140,6 +142,11 @@ def answered(kind, ids, sizes, stops=()):
     events = list(answer_all(engine, TOKENIZERS[kind], [request], SamplingParams(stop=stops)))
     *pieces, answer = events
     assert isinstance(answer, Answer)
+    [whole] = answer_all(
+        OneAnswer(ids, sizes), TOKENIZERS[kind], [request], SamplingParams(stop=stops), whole=True
+    )
+    for name in ("text", "token_ids", "finish_reason"):
+        assert getattr(whole, name) == getattr(answer, name), "pieces change no answer"
     assert all(isinstance(piece, Piece) for piece in pieces)
     assert all(piece.text for piece in pieces), "no empty deltas"
     assert "".join(piece.text for piece in pieces) == answer.text

@@ -14,11 +14,18 @@ from tests.launcher.fake_processes import config, fake_table
 from tests.launcher.fakes import FakeTokenizer
 from tests.launcher.test_process_table import facts
 from tests.launcher.timelines import check_form, read, spans
+from tests.paths import python_path
 from unisono.launcher.engine_client import Engine
 from unisono.launcher.timed import TimedEngine, text_for
 from unisono.launcher.timeline_file import LAUNCHER, RUNTIME, Lane
-from unisono.runtime.protocol import Delta, Finished, Rejected, SamplingParams
+from unisono.runtime.protocol import Delta, Finished, Rejected, SamplingParams, Tokens
 from unisono.workers.timeline import Kind, Recorded
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake processes are of the tests."""
+    monkeypatch.setenv("PYTHONPATH", python_path())
 
 
 def engine(file: Path, **options: Any) -> TimedEngine:
@@ -31,6 +38,10 @@ def labels(timed: TimedEngine) -> list[tuple[str, tuple[int, ...]]]:
 
 def delta(number: int, count: int = 1) -> Delta:
     return Delta(request_id=number, token_ids=array("i", range(count)))
+
+
+def tokens(*numbers: int) -> Tokens:
+    return Tokens(request_ids=array("q", numbers), token_ids=array("i", numbers))
 
 
 def finished(number: int, reason: str = "stop") -> Finished:
@@ -83,8 +94,8 @@ def test_first_tokens_ends_and_aborts_are_noted_once(
     news = [
         [delta(0, 2), delta(1), delta(2)],
         [],
-        [delta(0), finished(0, "length"), Rejected(request_id=1, message="")],
-        [delta(2), finished(2)],
+        [tokens(0), finished(0, "length"), Rejected(request_id=1, message="")],
+        [tokens(2, 0), finished(2)],
     ]
     numbers = iter(range(3))
     monkeypatch.setattr(Engine, "poll", lambda self, timeout_s: news.pop(0))
@@ -95,7 +106,7 @@ def test_first_tokens_ends_and_aborts_are_noted_once(
     for _ in range(3):
         timed.poll(0.0)
     timed.abort(2)
-    assert timed.poll(0.0) == [delta(2), finished(2)]
+    assert timed.poll(0.0) == [tokens(2, 0), finished(2)]
     assert labels(timed) == [
         ("submit", (0, 3, 0)),
         ("submit", (1, 4, 0)),

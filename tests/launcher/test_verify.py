@@ -35,6 +35,7 @@ from unisono.runtime.protocol import (
     Reschedule,
     SamplingParams,
     Sleep,
+    Tokens,
     Wake,
     WorkerLost,
 )
@@ -61,7 +62,7 @@ class FakeEngine:
     def __init__(self, config: LaunchConfig) -> None:
         self.worker = config.runtime.worker
         self.limits = Reschedule(num_blocks=1, max_step_tokens=1, prefix_cache=False)
-        self._events: deque[Delta | Finished] = deque()
+        self._events: deque[Delta | Tokens | Finished] = deque()
         self.states: deque[EngineAsleep | EngineAwake] = deque()
         self.ordered: list[Order] = []
         self._num_asked = 0
@@ -99,13 +100,16 @@ class FakeEngine:
         first = sum(prompt_ids) + len(prompt_ids)
         tokens = [(first + number) % 200 for number in range(params.max_tokens)]
         tokens[-1] = type(self).twist(self, tokens[-1])
+        split = len(tokens) if checksums else 1
+        numbers = array("q", [self._num_asked] * (len(tokens) - split))
         self._events += (
             Delta(
                 request_id=self._num_asked,
-                token_ids=array("i", tokens),
+                token_ids=array("i", tokens[:split]),
                 checksums=array("q", [7 * token for token in tokens]) if checksums else None,
                 prompt_logprobs=logprob_items(prompt_ids[1:], params.prompt_logprobs, 1),
             ),
+            Tokens(request_ids=numbers, token_ids=array("i", tokens[split:])),
             Finished(
                 request_id=self._num_asked,
                 reason="length",
@@ -128,7 +132,7 @@ class FakeEngine:
             EngineAsleep(level=level, error=error) if level else EngineAwake(error=error)
         )
 
-    def poll(self, timeout_s: float) -> Sequence[Delta | Finished]:
+    def poll(self, timeout_s: float) -> Sequence[Delta | Tokens | Finished]:
         return [] if self.states else [self._events.popleft()]
 
 

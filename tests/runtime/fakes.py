@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from zlib import crc32
 
 from unisono.runtime.config import RuntimeConfig, RuntimeOrders
-from unisono.runtime.protocol import SamplingParams
+from unisono.runtime.protocol import Delta, SamplingParams, Tokens
 from unisono.runtime.request import Request
 from unisono.runtime.scheduler import Scheduler
 from unisono.workers.config import WorkerConfig
@@ -243,6 +243,18 @@ def orders_of(worker: WorkerConfig) -> RuntimeOrders:
         private_dir="",
         version="0.0.7",
     )
+
+
+def told(messages: Iterable[object], number: int) -> list[int]:
+    """The tokens that an engine has told of request `number`, in order."""
+    tokens: list[int] = []
+    for message in messages:
+        if isinstance(message, Delta) and message.request_id == number:
+            tokens += message.token_ids
+        if isinstance(message, Tokens):
+            pairs = zip(message.request_ids, message.token_ids, strict=True)
+            tokens += [token for request_id, token in pairs if request_id == number]
+    return tokens
 
 
 def drain(plans: Scheduler, worker: FakeWorker) -> dict[int, list[int]]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.runtime.fakes import FakeWorker, drain, expected, request, scheduler
+from tests.runtime.fakes import FakeWorker, drain, expected, request, scheduler, told
 from unisono.runtime.engine import Engine
 from unisono.runtime.protocol import (
     Abort,
@@ -19,8 +19,9 @@ from unisono.runtime.protocol import (
     SamplingParams,
     Stop,
     Submit,
+    Tokens,
 )
-from unisono.runtime.scheduler import Scheduler
+from unisono.runtime.scheduler import NewToken, Scheduler
 from unisono.runtime.worker_group import Diverged, WorkerGroup
 from unisono.workers.channel import Hub, ProtocolError
 from unisono.workers.protocol import (
@@ -88,8 +89,15 @@ class Clients:
         self.sent.append(message)
 
     def tokens(self, number: int) -> list[int]:
-        deltas = [m for m in self.sent if isinstance(m, Delta) and m.request_id == number]
-        return [token for delta in deltas for token in delta.token_ids]
+        return told(self.sent, number)
+
+    def tellings(self) -> list[list[int]]:
+        """Whose tokens each message has."""
+        news = [each for each in self.sent if isinstance(each, Delta | Tokens)]
+        return [
+            [each.request_id] if isinstance(each, Delta) else list(each.request_ids)
+            for each in news
+        ]
 
 
 def submit(number: int, length: int, **params: Any) -> Submit:
@@ -148,15 +156,86 @@ def test_requests_that_follow_each_other_begin_in_one_step() -> None:
     """The second comes only when the engine has time to wait: it waits for it, not for a third."""
     first = replace(submit(0, 70, max_tokens=5), more=True)
     clients, _, _ = serve([(0, first), (IDLE, submit(1, 30, max_tokens=5)), (IDLE, Stop())])
-    events = [event.request_id for event in clients.sent if isinstance(event, Delta)]
-    assert events == [0, 1] * 5
+    assert clients.tellings() == [[0], [1]] + [[0, 1]] * 4
     for number, length in ((0, 70), (1, 30)):
         assert clients.tokens(number) == expected(request(number, length, 5))[0]
     clients, _, _ = serve(
         [(0, replace(first, more=False)), (IDLE, submit(1, 30, max_tokens=5)), (IDLE, Stop())]
     )
-    events = [event.request_id for event in clients.sent if isinstance(event, Delta)]
-    assert events == [0] * 5 + [1] * 5
+    assert clients.tellings() == [[0]] * 5 + [[1]] * 5
+
+
+def test_tokens_of_a_step_are_told_at_once_and_more_than_tokens_one_by_one() -> None:
+    """The first of each answer comes alone, so do those with checksums; ends come behind tokens."""
+    asked = [submit(number, 9 + number, max_tokens=4) for number in range(4)]
+    asked[2] = replace(asked[2], checksums=True)
+
+    class Summing(Ranks):
+        def receive(self, step: int) -> StepResult:
+            return replace(super().receive(step), checksums=array("q", [step]))
+
+    clients = Clients([*((0, each) for each in asked), (IDLE, Stop())])
+    Engine(cast(Hub, clients), cast(WorkerGroup, Summing()), scheduler(), 400).run()
+    assert clients.tellings() == [[0], [1], [2], [3]] + [[2], [0, 1, 3]] * 3
+    assert [isinstance(each, Finished) for each in clients.sent[-5:]] == [False] + [True] * 4
+    sums = [each.checksums for each in clients.sent if isinstance(each, Delta)]
+    assert sums == [None, None, array("q", [1]), None] + [array("q", [step]) for step in (2, 3, 4)]
+    for number in range(4):
+        assert clients.tokens(number) == expected(request(number, 9 + number, 4))[0]
+
+
+def test_a_request_is_named_once_for_each_token_of_a_step() -> None:
+    clients, plans = Clients([]), scheduler()
+    engine = Engine(cast(Hub, clients), cast(WorkerGroup, Ranks()), plans, 400)
+    one, two = request(1, 5, 9), request(2, 5, 9)
+    engine._news = [NewToken(one, 30, None), NewToken(two, 40, None), NewToken(one, 31, None)]
+    engine._news += [NewToken(one, 32, "length")]
+    engine._tell()
+    assert clients.tellings() == [[1], [2], [1, 1]]
+    assert (clients.tokens(1), clients.tokens(2)) == ([30, 31, 32], [40])
+    assert isinstance(clients.sent[-1], Finished)
+    engine._tell()
+    assert len(clients.sent) == 4, "nothing is told twice"
+
+
+def test_ranks_have_their_next_plan_before_anybody_hears_of_the_last_result() -> None:
+    log: list[str] = []
+
+    class Noted(Clients):
+        def send(self, client: str, message: object) -> None:
+            log.append(type(message).__name__)
+            super().send(client, message)
+
+    class Slow(Ranks):
+        def send(self, plan: StepPlan) -> None:
+            log.append("plan")
+            super().send(plan)
+
+        def receive(self, step: int) -> StepResult:
+            log.append("result")
+            return super().receive(step)
+
+    clients = Noted([(0, submit(0, 9, max_tokens=4)), (IDLE, Stop())])
+    Engine(cast(Hub, clients), cast(WorkerGroup, Slow()), scheduler(), 400).run()
+    assert log[:8] == ["plan", "plan", "result", "plan", "Delta", "result", "plan", "Tokens"]
+    # Nothing is left to plan: what the last step said is told before the engine waits.
+    assert log[8:] == ["result", "Tokens", "result", "Tokens", "Finished"]
+
+
+def test_accepted_drafts_may_leap_over_the_end_of_a_block() -> None:
+    """The block is found by the next request all the same."""
+    plans, worker = scheduler(num_drafts=8), FakeWorker(4)
+    first = request(0, 60, 30)
+    plans.add(first)
+    while plans.has_work:
+        plan = cast(StepPlan, plans.next_plan())
+        plans.apply(*worker.run(plan, iter([8])))
+        plans.audit()
+    again = request(1, 1, 2)
+    again.prompt_ids = first.tokens(0, 88)
+    plans.add(again)
+    drain(plans, worker)
+    assert again.num_cached_tokens == 64
 
 
 def test_limits_are_not_changed_under_a_request() -> None:

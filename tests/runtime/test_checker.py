@@ -82,6 +82,7 @@ class WritesAHit(Scheduler):
         opened = super()._admit()
         for request in opened:
             request.num_computed = max(request.num_computed - BLOCK_SIZE, 0)
+            request.next_start = request.num_computed
         return opened
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.fakes import FakeWorker, expected, request, scheduler
+from tests.runtime.fakes import FakeWorker, expected, request, scheduler, told
 from unisono.runtime.engine import Engine
 from unisono.runtime.protocol import (
-    Delta,
     EngineAsleep,
     EngineAwake,
     Finished,
@@ -134,11 +133,7 @@ def serve(script: Sequence[object], **faults: Sequence[int]) -> tuple[Client, Ra
 
 def check_answers(client: Client) -> None:
     for asked in ASKED:
-        tokens: list[int] = []
-        for message in client.sent:
-            if isinstance(message, Delta) and message.request_id == asked.request_id:
-                tokens += message.token_ids
-        assert (tokens, "length") == expected(asked)
+        assert (told(client.sent, asked.request_id), "length") == expected(asked)
 
 
 def states(client: Client) -> list[object]:

@@ -101,6 +101,7 @@ def test_what_ranks_have_seen_reaches_who_asked(clock):
     while engine._scheduler.has_work:
         engine._send_plans()
         engine._take_result()
+        engine._tell()
     assert ("bench", StepsSeen(rank=1, watched=WATCHED)) in clients.sent
     assert [m.token_ids[0] for _, m in clients.sent if hasattr(m, "token_ids")] == [7] * 4
 
@@ -115,6 +116,7 @@ def test_waiting_is_what_lies_within_a_request(clock):
     while engine._scheduler.has_work:
         engine._send_plans()
         engine._take_result()
+        engine._tell()
     ends = [message for _, message in clients.sent if isinstance(message, Finished)]
     # Each step is a second of waiting, each message that is sent before takes an eighth.
     assert [end.waited_s for end in ends] == [4.0, 5.5]

@@ -17,7 +17,9 @@ from unisono.ops import dispatch
 from unisono.ops.checksum import row_checksums
 from unisono.ops.comm import Group
 from unisono.workers.protocol import (
+    Rows,
     SlotSampling,
+    int32s,
     logprob_width,
     pack_sampling,
     unpack_sampling,
@@ -116,6 +118,9 @@ def test_what_a_device_needs_of_draws_is_forgotten_too() -> None:
     state.open(1, SlotSampling(temperature=0.7, seed=11))
     state.open(2, SlotSampling(temperature=0.3, seed=12))
     state.open(2, SlotSampling())
+    assert state.draw([0, 1])
+    assert not state.draw([0, 2, 3])
+    assert state.want_only_tokens([0, 1, 2, 3])
     temperature, seeds = state.draws(slots)
     assert temperature.tolist() == [0.0, 0.7, 0.0, 0.0]
     assert seeds.tolist()[1] == 11
@@ -144,6 +149,27 @@ def test_keys_drawn_in_one_pass_are_those_of_the_rows(ranks: int) -> None:
 
     want = sample(logits, slots, positions, 1)
     assert all(answer == want for answer in run_ranks(ranks, body))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [KINDS[2], SlotSampling(logprobs=0), SlotSampling(checksums=1), SlotSampling(late_ids=(3,))],
+    ids=["filtered", "log-probabilities", "checksums", "late ids"],
+)
+def test_one_row_that_wants_more_than_its_token_is_enough(more: SlotSampling) -> None:
+    state = SamplingState(3, CPU)
+    state.open(1, SlotSampling(prompt_logprobs=0))
+    assert state.want_only_tokens([0, 1, 3])
+    state.open(2, more)
+    assert not state.want_only_tokens([1, 2])
+    assert state.want_only_tokens([1, 3])
+    state.open(2, SlotSampling())
+    assert state.want_only_tokens([1, 2]), "a new request forgets the former"
+
+
+@pytest.mark.parametrize("phases", [[2, 2], [2, 1], [0, 2], [1]])
+def test_a_step_decodes_only_if_all_of_its_rows_do(phases: list[int]) -> None:
+    assert Rows(slot=int32s(phases), phase=int32s(phases)).decode_only == (set(phases) == {2})
 
 
 @pytest.mark.parametrize("slot", [1, 2, 3], ids=lambda slot: f"kind {slot}")
