@@ -42,8 +42,6 @@ def resolve_graphs(worker: WorkerConfig) -> WorkerConfig:
     why = why_no_graphs(worker, "leave it out")
     if not why and worker.no_graphs:
         why = "--no-graphs captures nothing; give one of the two"
-    if not why and worker.speculate != "off":
-        why = f"with --speculate {worker.speculate} no step is captured; leave it out"
     for flag, value in given.items():
         if value and why:
             raise ConfigError(f"{flag} {value}: {why}")

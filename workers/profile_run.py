@@ -125,8 +125,9 @@ def capture_steps(
 
     Largest first: then each finds the memory that it needs among what the others have left. They
     are of requests that see keys of two splits, of `split` each, and draw, and of greedy ones that
-    see one, all with as many drafts as there may be. Graphs of each power of two up to `max_model_len` would take as long again each;
-    requests grow into those one by one. Slot 0 is left as it was found.
+    see one, all with as many drafts as there may be. Graphs of each power of two up to
+    `max_model_len` would take as long again each; requests grow into those one by one. Slot 0 is
+    left as it was found.
     """
     for start, temperature in ((split if split < max_model_len else 0, 1.0), (0, 0.0)):
         sampling = pack_sampling([SlotSampling(temperature=temperature)])

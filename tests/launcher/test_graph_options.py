@@ -67,11 +67,6 @@ def test_what_cannot_be_is_refused_in_one_line(options: dict[str, Any], message:
     assert "\n" not in str(caught.value)
 
 
-def test_steps_with_drafts_are_not_captured_yet() -> None:
-    with pytest.raises(ConfigError, match=r"^--capture start: with --speculate 3 no step is capt"):
-        resolve_graphs(worker(capture="start", speculate="3"))
-
-
 def test_asked_buckets_stay_and_a_cpu_has_none() -> None:
     asked = {"graph_buckets": (1, 12), "capture": "start", "max_requests": 12}
     resolved = resolve_config(asked, "path", tiny_model(), GPU).runtime.worker

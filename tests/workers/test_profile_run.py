@@ -163,6 +163,9 @@ def test_steps_of_the_start_are_on_scratch_and_the_largest_comes_first() -> None
         assert plan.open_slot.tolist() == plan.open_tokens.tolist() == [0]
     drawn = [not unpack_sampling(plan.open_sampling)[0].is_greedy for plan in plans]
     assert drawn == [True] * 3 + [False] * 3, "the last leaves slot 0 plain"
+    for plan in capture_steps((2,), 2000, 512, is_hybrid=True, num_drafts=3):
+        assert plan.rows.drafts.tolist() == [3, 3]
+        assert plan.num_proposals == 3
     short = list(capture_steps((1, 4), 512, 512, is_hybrid=True))
     assert [plan.rows.start[0] for plan in short] == [0] * 4
     assert {plan.open_state.tolist()[0] for plan in short} == {0}
