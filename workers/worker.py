@@ -112,7 +112,9 @@ class Worker:
         # Before the ranks meet: none of them has begun to load yet.
         free = free_bytes(self._device, ranks_here)
         self._report.enter("join the group")
-        self._group = devices.join_group(self._rank, self._config.tp, self._device, store)
+        self._group = devices.join_group(
+            self._rank, self._config.tp, self._device, store, self._config.collectives
+        )
         self._report.enter("check memory")
         check_weights(*self._part, self._device.type, free)
         self._report.enter("prove exactness")
@@ -164,8 +166,10 @@ class Worker:
                     self._report.step = plan.step
                     began = time.perf_counter()
                     step = partial(self._runner.step, plan)
-                    watch = self._watch
-                    output = step() if watch is None else watch.launch(plan.step, plan.rows, step)
+                    if self._watch is not None:
+                        step = partial(self._watch.launch, plan.step, plan.rows, step)
+                    with self._group.direct.checked():
+                        output = step()
                     self._running.append(_Running(plan.step, began, output, self._group.digest))
                 case Allocate() | Release() | LoadWeights() as order:
                     self._peer.send(Ready(rank=self._rank, error=self._change_memory(order)))
@@ -175,7 +179,8 @@ class Worker:
                         self._device, self._group, self._graphs, **asdict(wanted)
                     )
                 case Shutdown():
-                    return
+                    self._graphs.drop()
+                    return self._group.direct.close()
                 case other:
                     raise ProtocolError(f"rank {self._rank} got {type(other).__name__}")
 
@@ -195,7 +200,8 @@ class Worker:
         step = self._running.popleft()
         self._report.step = step.number
         output = step.output
-        tokens = array("i", output.tokens)
+        with self._group.direct.checked():
+            tokens = array("i", output.tokens)
         if self._watch is not None and (seen := self._watch.answered(step.number)) is not None:
             self._peer.send(StepsSeen(rank=self._rank, watched=seen))
         self._peer.send(
