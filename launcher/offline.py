@@ -70,8 +70,8 @@ class LLM:
     """A model on 1 to N ranks, used from a script. A context manager.
 
     Options are those of `unisono generate`, by field name: tp, dtype, device, attn, numerics,
-    load_format, overlay, max_model_len, max_requests, kv_tokens, memory_utilization, state_slots,
-    state_dtype, speculate, max_step_tokens, no_prefix_cache, no_graphs, log_level,
+    collectives, load_format, overlay, max_model_len, max_requests, kv_tokens, memory_utilization,
+    state_slots, state_dtype, speculate, max_step_tokens, no_prefix_cache, no_graphs, log_level,
     start_timeout_s, stop_grace_s, flight_dir; others are refused. The constructor checks everything
     a user can get wrong and raises ConfigError; the ranks start with the `with` block, or with the
     first prompt.

@@ -129,12 +129,43 @@ class Symmetric(Direct):
         nbytes = x.numel() * x.element_size()
         if not self._takes(x, nbytes) or nbytes > self.layout.two_shot_bytes:
             return None
+        return self.one_shot(x) if nbytes <= self.layout.one_shot_bytes else self.two_shot(x)
+
+    def one_shot(self, x: Tensor) -> Tensor:
+        """The same for up to `layout.one_shot_bytes`."""
         x = _aligned(x)
         total = torch.empty_like(x)
-        if nbytes <= self.layout.one_shot_bytes:
-            self._one_shot(kernels.one_shot_all_reduce_kernel, x, total, nbytes // 4, _BLOCK_WORDS)
-        else:
-            self._two_shot(x, total, nbytes)
+        num_words = x.numel() * x.element_size() // 4
+        self._one_shot(kernels.one_shot_all_reduce_kernel, x, total, num_words, _BLOCK_WORDS)
+        return total
+
+    def two_shot(self, x: Tensor) -> Tensor:
+        """The same for up to `layout.two_shot_bytes`."""
+        x = _aligned(x)
+        total = torch.empty_like(x)
+        layout, first, last = self.layout, *(self.stages or (0, 2))
+        size = layout.slice_bytes(x.numel() * x.element_size()) // x.element_size()
+        kernels.two_shot_all_reduce_kernel[(triton.cdiv(x.numel(), size * layout.ranks),)](
+            x,
+            total,
+            self._table,
+            self._state,
+            self.rank,
+            self._polls,
+            x.numel(),
+            size,
+            RANKS=layout.ranks,
+            RANKS_OR_MORE=triton.next_power_of_2(layout.ranks),
+            EPOCHS=1 + layout.one_shot_lanes,
+            LANES=_TWO_SHOT_LANES,
+            SIGNALS=layout.signals,
+            DATA=layout.data,
+            REGION=layout.region_bytes,
+            BLOCK=_TWO_SHOT_BLOCK_BYTES // x.element_size(),
+            FIRST=first,
+            LAST=last,
+            num_warps=2 * _WARPS,
+        )
         return total
 
     def all_reduce_add_rms_norm(
@@ -238,31 +269,6 @@ class Symmetric(Direct):
             num_warps=_WARPS,
         )
 
-    def _two_shot(self, x: Tensor, total: Tensor, nbytes: int) -> None:
-        layout, first, last = self.layout, *(self.stages or (0, 2))
-        size = layout.slice_bytes(nbytes)
-        kernels.two_shot_all_reduce_kernel[(triton.cdiv(nbytes, size * layout.ranks),)](
-            x,
-            total,
-            self._table,
-            self._state,
-            self.rank,
-            self._polls,
-            x.numel(),
-            size // x.element_size(),
-            RANKS=layout.ranks,
-            RANKS_OR_MORE=triton.next_power_of_2(layout.ranks),
-            EPOCHS=1 + layout.one_shot_lanes,
-            LANES=_TWO_SHOT_LANES,
-            SIGNALS=layout.signals,
-            DATA=layout.data,
-            REGION=layout.region_bytes,
-            BLOCK=_TWO_SHOT_BLOCK_BYTES // x.element_size(),
-            FIRST=first,
-            LAST=last,
-            num_warps=2 * _WARPS,
-        )
-
 
 def open_direct(
     collectives: str,
@@ -287,7 +293,12 @@ def open_direct(
 
 
 def open_symmetric(
-    rank: int, size: int, device: torch.device, store: dist.Store, group: dist.ProcessGroup
+    rank: int,
+    size: int,
+    device: torch.device,
+    store: dist.Store,
+    group: dist.ProcessGroup,
+    layout: Layout | None = None,
 ) -> tuple[Symmetric | None, str]:
     """Take memory on all ranks of `group`, which call this together, and try it out.
 
@@ -302,7 +313,7 @@ def open_symmetric(
         return None, reason
     memory: Tensor | None = None
     handle: Any = None
-    layout = Layout.of(size)
+    layout = layout or Layout.of(size)
 
     def take() -> None:
         nonlocal memory
@@ -318,17 +329,18 @@ def open_symmetric(
 
         assert memory is not None
         handle = _symmetric_memory.rendezvous(memory, group)
-        if handle.buffer_ptrs[rank] != memory.data_ptr():
-            raise RuntimeError("the memory begins elsewhere than its tensor")
 
     for attempt in (take, meet):
         if reason := agree.on(_fault_of(attempt)):
             return None, reason
-    assert memory is not None
+    assert memory is not None, "a rank that could not has said so"
+    # A tensor may begin behind the block that was mapped.
+    offsets = agree.exchange(str(memory.data_ptr() - handle.buffer_ptrs[rank]))
+    addresses = [
+        block + int(offset) for block, offset in zip(handle.buffer_ptrs, offsets, strict=True)
+    ]
     fault = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-    symmetric = Symmetric(
-        rank, layout, memory, handle.buffer_ptrs, fault, _TRIAL_WAIT_S, (memory, handle)
-    )
+    symmetric = Symmetric(rank, layout, memory, addresses, fault, _TRIAL_WAIT_S, (memory, handle))
     if reason := agree.on(_fault_of(lambda: _try_out(symmetric, device))):
         return None, reason
     symmetric.wait_s = WAIT_S
@@ -343,10 +355,18 @@ def why_not(size: int, device: torch.device) -> str:
         from torch.distributed import _symmetric_memory
     except ImportError as error:
         return f"torch {torch.__version__} has none: {error}"
-    backend = _symmetric_memory.get_backend(device)
+    backend = getattr(_symmetric_memory, "get_backend", lambda _: None)(device)
     if backend not in (None, "CUDA"):
         return f"TORCH_SYMMMEM names the backend {backend}; only CUDA is served"
     return ""
+
+
+def survey(num_devices: int) -> str:
+    """Why the GPUs that this process sees cannot all use symmetric memory; "" if they can."""
+    devices = [torch.device("cuda", index) for index in range(num_devices)]
+    facts = [f"here {_uuid(device)}" for device in devices]
+    reasons = (why_not(2, device) or _unreachable(device, facts) for device in devices)
+    return next(filter(None, reasons), "")
 
 
 def _unreachable(device: torch.device, facts: Sequence[str]) -> str:

@@ -32,10 +32,10 @@ def run_processes(directory: Path, roles: Sequence[str]) -> list[tuple[int, str]
         (directory / f"memory-{rank}").write_bytes(bytes(layout.nbytes))
     hidden = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     hidden["PYTHONPATH"] = python_path()
+    module = (sys.executable, "-m", symmetric_child.__name__)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", symmetric_child.__name__, directory, str(rank), f"{len(roles)}"]
-            + [role],
+            [*module, directory, str(rank), str(len(roles)), role],
             cwd=ROOT,
             env={**os.environ, **hidden},
             stdout=subprocess.PIPE,
@@ -103,6 +103,19 @@ def test_which_gpus_are_in_reach(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: reachable)
     assert symmetric._unreachable(torch.device("cuda", 0), facts) == reason
+
+
+def test_a_survey_asks_for_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "why_not", lambda size, device: "")
+    monkeypatch.setattr(symmetric, "_uuid", lambda device: f"g{device.index}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    reach = {(0, 1), (1, 0), (0, 2), (2, 0), (1, 2)}
+    monkeypatch.setattr(
+        torch.cuda, "can_device_access_peer", lambda a, b: (a.index, b.index) in reach
+    )
+    assert symmetric.survey(3) == "cuda:2 has no peer access to cuda:1"
+    reach.add((2, 1))
+    assert symmetric.survey(3) == ""
 
 
 def test_what_one_rank_knows_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
