@@ -221,6 +221,7 @@ class Symmetric(Direct):
 
     def max(self, x: Tensor) -> Tensor | None:
         """The elementwise maximum of `x` int64 over the ranks; None where there are too many."""
+        assert x.dtype == torch.int64, x.dtype
         if not 0 < x.numel() <= _BLOCK_KEYS * self.layout.one_shot_lanes:
             return None
         x = x.contiguous()
@@ -392,7 +393,7 @@ def _fault_of(attempt: Callable[[], None]) -> str:
     """What `attempt` raises, in one line; "" if it does not."""
     try:
         attempt()
-    except (RuntimeError, ImportError, AttributeError, OSError) as error:
+    except (RuntimeError, triton.TritonError, ImportError, AttributeError, OSError) as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return ""
 
