@@ -247,11 +247,26 @@ def _push(
     """Write `words` int32 under the epoch to every rank, this one too, `offset` words behind the
     beginning of its memory."""
     tagged = (epoch << 32) | words.to(tl.uint32, bitcast=True).to(tl.int64)
-    for peer in tl.static_range(RANKS):
-        theirs = _region_of(table_ptr, peer, offset)
-        tl.store(theirs + columns, tagged, mask=inside)
+    _push_from(table_ptr, 0, offset, tagged, columns, inside, RANKS)
     # No store is left for after the wait.
     tl.debug_barrier()
+
+
+@triton.jit
+def _push_from(
+    table_ptr: tl.tensor,
+    PEER: tl.constexpr,
+    offset: tl.tensor,
+    tagged: tl.tensor,
+    columns: tl.tensor,
+    inside: tl.tensor,
+    RANKS: tl.constexpr,
+) -> None:
+    """To ranks PEER and up; all addresses are read before the first store, at the same time."""
+    theirs = _region_of(table_ptr, PEER, offset)
+    if PEER + 1 < RANKS:
+        _push_from(table_ptr, PEER + 1, offset, tagged, columns, inside, RANKS)
+    tl.store(theirs + columns, tagged, mask=inside)
 
 
 @triton.jit
