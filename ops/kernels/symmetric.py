@@ -30,10 +30,8 @@ import triton.language as tl
 
 from unisono.ops.kernels.norm import load_rows, normalised
 
-_EXCHANGE = ["rank", "polls"]
 
-
-@triton.jit(do_not_specialize=_EXCHANGE)
+@triton.jit(do_not_specialize=["rank", "polls"])
 def one_shot_all_reduce_kernel(
     x_ptr: tl.tensor,
     total_ptr: tl.tensor,
@@ -68,7 +66,7 @@ def one_shot_all_reduce_kernel(
         tl.store(state_ptr + EPOCHS + lane, epoch)
 
 
-@triton.jit(do_not_specialize=_EXCHANGE)
+@triton.jit(do_not_specialize=["rank", "polls"])
 def one_shot_all_reduce_add_rms_norm_kernel(
     x_ptr: tl.tensor,
     bias_ptr: tl.tensor,
@@ -127,7 +125,7 @@ def one_shot_all_reduce_add_rms_norm_kernel(
         tl.store(state_ptr + EPOCHS + lane, epoch)
 
 
-@triton.jit(do_not_specialize=_EXCHANGE)
+@triton.jit(do_not_specialize=["rank", "polls"])
 def one_shot_all_reduce_max_kernel(
     x_ptr: tl.tensor,
     total_ptr: tl.tensor,
@@ -167,7 +165,7 @@ def one_shot_all_reduce_max_kernel(
         tl.store(state_ptr + EPOCHS + lane, epoch)
 
 
-@triton.jit(do_not_specialize=_EXCHANGE)
+@triton.jit(do_not_specialize=["rank", "polls"])
 def two_shot_all_reduce_kernel(
     x_ptr: tl.tensor,
     total_ptr: tl.tensor,
@@ -214,12 +212,10 @@ def two_shot_all_reduce_kernel(
             at = rank * size + begin + columns
             inside = (begin + columns < size) & (start + at < count)
             theirs = _numbers_of(table_ptr, 0, region, dtype)
-            total = tl.load(theirs + at, mask=inside, other=0.0, cache_modifier=".cg")
-            total = total.to(tl.float32)
+            total = tl.load(theirs + at, mask=inside, cache_modifier=".cg").to(tl.float32)
             for peer in tl.static_range(1, RANKS):
                 theirs = _numbers_of(table_ptr, peer, region, dtype)
-                part = tl.load(theirs + at, mask=inside, other=0.0, cache_modifier=".cg")
-                total += part.to(tl.float32)
+                total += tl.load(theirs + at, mask=inside, cache_modifier=".cg").to(tl.float32)
             tl.store(mine + at, total.to(dtype), mask=inside)
         _signal(table_ptr, second_signals, rank, epoch, RANKS, RANKS_OR_MORE)
     if LAST == 2:
@@ -294,7 +290,7 @@ def _await(
         for peer in tl.static_range(RANKS):
             late = _late(mine + peer * REGION, epoch, columns, inside)
             if tl.max(late, axis=0) > 0:
-                _give_up(table_ptr, state_ptr, peer, RANKS)
+                _give_up(table_ptr, state_ptr, peer + 1, RANKS)
 
 
 @triton.jit
@@ -308,11 +304,10 @@ def _late(
 
 @triton.jit
 def _give_up(
-    table_ptr: tl.tensor, state_ptr: tl.tensor, peer: tl.constexpr, RANKS: tl.constexpr
+    table_ptr: tl.tensor, state_ptr: tl.tensor, late: tl.tensor, RANKS: tl.constexpr
 ) -> None:
-    """Tell the host that `peer` is late, and all lanes not to wait any more."""
-    fault_ptr = tl.load(table_ptr + RANKS).to(tl.pointer_type(tl.int64))
-    tl.store(fault_ptr, peer + 1)
+    """Tell the host the late rank, counted from 1, and all lanes not to wait any more."""
+    tl.store(tl.load(table_ptr + RANKS).to(tl.pointer_type(tl.int64)), late)
     tl.store(state_ptr, 1)
 
 
@@ -426,9 +421,7 @@ def _meet(
         last_late = tl.max(tl.where(late, peers + 1, 0), axis=0)
         left -= 1
     if last_late > 0:
-        fault_ptr = tl.load(table_ptr + RANKS).to(tl.pointer_type(tl.int64))
-        tl.store(fault_ptr, last_late.to(tl.int64))
-        tl.store(state_ptr, 1)
+        _give_up(table_ptr, state_ptr, last_late, RANKS)
     # No thread reads before the acquire of those that look.
     tl.debug_barrier()
 
