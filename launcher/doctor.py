@@ -282,6 +282,8 @@ def _measured_facts(probes: ProbeReport, measured: Measured) -> Iterator[tuple[s
             f"all-reduce, {each.ranks} ranks",
             f"{each.seconds * 1e6:,.0f} us for {rows} of a step of decoding",
         )
+    if measured.gpu_collectives:
+        yield "GPUs of one host", f"exchange numbers over {measured.gpu_collectives}"
     for trip in probes.round_trips:
         yield (
             "message and answer",

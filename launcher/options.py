@@ -32,6 +32,7 @@ LAUNCH_OPTIONS = (
     "device",
     "attn",
     "numerics",
+    "collectives",
     "load_format",
     "overlay",
     "max_model_len",

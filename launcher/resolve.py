@@ -127,6 +127,7 @@ def resolve_config(
     _check_speculation(asked.runtime.worker.speculate, model)
     device = resolve_device(worker.device, host)
     check_device(device, host, tp if cluster is None else cluster.local_world_size)
+    check_collectives(worker.collectives, device, tp)
     parse_overlay(worker.overlay, model)
     dtype = resolve_dtype(worker.dtype, device, model)
     worker = replace(
@@ -175,6 +176,21 @@ def resolve_attn(attn: str, numerics: str, device: str, dtype: str, model: Model
     if attn == "torch-flash":
         _check_flash(numerics, dtype, model)
     return attn
+
+
+def check_collectives(collectives: str, device: str, tp: int) -> None:
+    """Raise ConfigError for a way to exchange numbers that `tp` ranks on `device` have not."""
+    if collectives == "auto":
+        return
+    if device == "cpu":
+        raise ConfigError(
+            f"--collectives {collectives}: needs GPUs, and ranks on cpu meet over gloo; choose auto"
+        )
+    if tp == 1:
+        raise ConfigError(
+            f"--collectives {collectives}: one rank exchanges nothing; choose auto, or --tp 2 or "
+            "more"
+        )
 
 
 def resolve_max_model_len(max_model_len: int, model: ModelConfig) -> int:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from unisono.models.interface import Build, ForwardBatch
+from unisono.models.interface import Build, ForwardBatch, PartialSum
 from unisono.models.layers.norm import RMSNorm
 from unisono.models.partition import ModelPartition
 
@@ -21,7 +21,7 @@ class Mixer(Protocol):
 
     def __call__(
         self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, cache: Any
-    ) -> Tensor:
+    ) -> PartialSum:
         """[T, hidden] -> [T, hidden]; `cache` is the layer's own."""
         ...
 
@@ -33,7 +33,7 @@ class MLP(Protocol):
 
     def pack(self) -> None: ...
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> PartialSum:
         """[T, hidden] -> [T, hidden]."""
         ...
 
@@ -68,10 +68,11 @@ class DecoderLayer:
         rope: tuple[Tensor, Tensor],
         batch: ForwardBatch,
         cache: Any,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[PartialSum, Tensor]:
         """The input, normed, and the stream it is of -> what the MLP adds, and the stream.
 
-        All [T, hidden]. The sum is left to the next norm, which reads it anyway.
+        All [T, hidden]. The sums are left to the next norm, which reads them anyway: those over
+        ranks, too.
         """
         normed, hidden = self.mlp_norm.add(self.mixer(normed, rope, batch, cache), hidden)
         return self.mlp(normed), hidden

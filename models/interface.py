@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,21 @@ class Build:
         The ledger proves that they are filled.
         """
         return torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
+
+
+class PartialSum(NamedTuple):
+    """What this rank has of a sum over ranks, [T, width]: left to whoever needs the sum."""
+
+    part: Tensor
+    bias: Tensor | None
+    """[width]; added once, behind the sum."""
+    reduce_rows: Callable[[Tensor, Tensor | None, Group], Tensor]
+    """The op of the layer that it comes from."""
+    group: Group
+
+    def total(self) -> Tensor:
+        """The sum and its bias, the same on every rank."""
+        return self.reduce_rows(self.part, self.bias, self.group)
 
 
 @dataclass(frozen=True, slots=True)

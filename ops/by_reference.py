@@ -27,7 +27,7 @@ from unisono.ops.table import Ops
 def with_references(ops: Ops, names: Sequence[str]) -> Ops:
     """Return `ops` with the named ones taken from `REFERENCES`; "linear" is every product."""
     for name in names:
-        ops = replace(ops, **REFERENCES[name])
+        ops = replace(ops, fuses_sums=False, **REFERENCES[name])
     return ops
 
 

@@ -1,7 +1,7 @@
 """The tensor-parallel group: collectives whose sums have one order on every backend.
 
-all_reduce: element = dtype(sum over ranks, ascending, of fp32(partial)), the same for gloo and
-for the GPU paths to come (DESIGN: one answer). A group is handed to layers by their constructor;
+all_reduce: element = dtype(sum over ranks, ascending, of fp32(partial)), the same for gloo, NCCL
+and symmetric memory (DESIGN: one answer). A group is handed to layers by their constructor;
 nothing asks a global for its rank.
 """
 
@@ -10,15 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.ops.direct import Direct
+
 # torch 2.13 has a new name for it and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _DIGEST_MASK = (1 << 62) - 1
 _KIND = {"all_reduce": 1, "max": 2, "gather": 3}
+T = TypeVar("T")
 
 
 def ordered_sum(parts: Tensor) -> Tensor:
@@ -47,9 +51,11 @@ class Group:
         size: int,
         process_group: dist.ProcessGroup | None,
         add_parts: Callable[[Tensor], Tensor] = ordered_sum,
+        direct: Direct | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
+        self.direct = direct or Direct()
         self.digest = self.num_met = self.met_ns = 0
         self._process_group = process_group
         self._add_parts = add_parts
@@ -64,14 +70,28 @@ class Group:
         self._note("all_reduce", x.numel())
         if self.size == 1:
             return x
-        return self._add_parts(self._gather(x))
+        total = self._met(self.direct.all_reduce(x))
+        return self._add_parts(self._gather(x)) if total is None else total
+
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """`all_reduce`, + bias, then `add_rms_norm`, in one kernel and with their bits.
+
+        None, and nothing has happened, where no kernel does it: then on every rank.
+        """
+        both = self._met(self.direct.all_reduce_add_rms_norm(x, bias, residual, weight, eps))
+        if both is not None:
+            self._note("all_reduce", x.numel())
+        return both
 
     def max(self, x: Tensor) -> Tensor:
         """Return the elementwise maximum of the int64 tensor `x` over the ranks."""
         self._note("max", x.numel())
         if self.size == 1:
             return x
-        return self._gather(x).amax(0)
+        most = self._met(self.direct.max(x))
+        return self._gather(x).amax(0) if most is None else most
 
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """Return the columns of all ranks side by side, [rows, sum of widths].
@@ -104,6 +124,10 @@ class Group:
         for note in notes:
             self._sequence += 1
             self.digest = (self.digest * 1_000_003 ^ self._sequence * 8 ^ note) & _DIGEST_MASK
+
+    def _met(self, result: T) -> T:
+        self.num_met += result is not None
+        return result
 
     def _gather(self, x: Tensor) -> Tensor:
         """`x` of every rank, [size, ...]."""

@@ -53,7 +53,9 @@ def resolve(device: torch.device, head_dim: int, attn: str = "auto") -> Ops:
             ops = gpu_ops(device)
         case other:
             raise ValueError(f"device {other!r} has no ops; this version computes on: cpu, cuda")
-    return replace(_with_attention(ops, device.type, attn), **_overrides.get())
+    overrides = _overrides.get()
+    fuses = ops.fuses_sums and not overrides
+    return replace(_with_attention(ops, device.type, attn), fuses_sums=fuses, **overrides)
 
 
 def _with_attention(ops: Ops, device: str, attn: str) -> Ops:
@@ -107,7 +109,7 @@ def _cpu_ops(head_dim: int) -> Ops:
 @contextmanager
 def use(**functions: Callable[..., Any]) -> Iterator[None]:
     """Have `resolve` return these ops instead of its own while the block runs."""
-    known = {field.name for field in fields(Ops)}
+    known = {field.name for field in fields(Ops)} - {"fuses_sums"}
     if unknown := sorted(set(functions) - known):
         raise ValueError(f"no op named {', '.join(unknown)}; ops: {', '.join(sorted(known))}")
     token = _overrides.set({**_overrides.get(), **functions})

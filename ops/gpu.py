@@ -62,6 +62,7 @@ def gpu_ops(device: torch.device) -> Ops:
         penalize=penalize,
         add_bias=penalties.add_bias,
         token_logprobs=logprobs.token_logprobs,
+        fuses_sums=True,
     )
 
 

@@ -43,3 +43,6 @@ class Ops:
     penalize: Callable[..., Tensor]
     add_bias: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
     token_logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
+    fuses_sums: bool = False
+    """Whether `Group.all_reduce_add_rms_norm` may stand for `reduce_rows` and `add_rms_norm`: not
+    where somebody watches these or has replaced one of them."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.closeness import assert_close, assert_same_bits
-from tests.ops import delta_rig, kernel_rig, pending_rig
+from tests.ops import delta_rig, kernel_rig, pending_rig, symmetric_rig
 from tests.rig import LocalEngine, run_ranks
 from tests.tiny import random_ids, write_checkpoint
 from unisono.models.config import DeltaConfig, ModelConfig, RopeConfig
@@ -29,11 +29,12 @@ from unisono.models.layers.mlp import GatedMLP
 from unisono.models.partition import ModelPartition
 from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape
-from unisono.ops.comm import Group, solo_group
+from unisono.ops.comm import Group, ordered_sum, solo_group
 from unisono.ops.delta import PendingTokens
 from unisono.ops.gpu import gpu_ops
 from unisono.ops.linear import SMALL_HEIGHTS, ExactLinear, plain_product
 from unisono.ops.reference.rope_kv import write_kv
+from unisono.ops.symmetric import Layout
 from unisono.ops.table import Ops
 from unisono.runtime.protocol import SamplingParams
 
@@ -211,6 +212,55 @@ def test_sigmoid_and_mul(backend: str, dtype: torch.dtype, width: int) -> None:
             lambda r, g=gate: ops.sigmoid_and_mul(x[r], g[r[0] : r[-1] + 1]),
             torch.arange(count, device=x.device),
         )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "width"),
+    [
+        pytest.param(dtype, ranks, width, marks=kernel_rig.MARKS)
+        for dtype in ([torch.float16] if INTERPRETED else kernel_rig.DTYPES)
+        for ranks, width in ([(2, 264), (3, 512)] if INTERPRETED else [(2, 4096), (8, 2048)])
+    ],
+    ids=str,
+)
+def test_sum_over_ranks_in_any_company(dtype: torch.dtype, ranks: int, width: int) -> None:
+    """By one-shot, two-shot or the fused kernel: what serves a row depends on its company, its bits
+    do not; they are those of rank order."""
+    tokens = 5 if INTERPRETED else 60
+    layout = Layout(ranks, one_shot_bytes=16 << 10, two_shot_bytes=1 << 20)
+    ends = symmetric_rig.local_ranks(ranks, layout)
+    parts = some(KERNELS, ranks, tokens, width, dtype=dtype)
+    residual, weight = parts[0].clone(), parts[1, 0].clone()
+    norm = ops_of(KERNELS).add_rms_norm
+
+    def total(rows: Tensor) -> Tensor:
+        nbytes = rows.numel() * width * parts.element_size()
+        totals = symmetric_rig.in_stages(
+            ends,
+            2 if nbytes <= layout.one_shot_bytes else 3,
+            lambda end: end.all_reduce(parts[end.rank, rows]),
+        )
+        assert totals[0] is not None
+        return totals[0]
+
+    def apart(rows: Tensor) -> Tensor:
+        return torch.cat(norm(total(rows), residual[rows], weight, 1e-6), dim=1)
+
+    def fused(rows: Tensor) -> Tensor:
+        both = symmetric_rig.in_stages(
+            ends,
+            2,
+            lambda end: end.all_reduce_add_rms_norm(
+                parts[end.rank, rows], None, residual[rows], weight, 1e-6
+            ),
+        )[-1]
+        return apart(rows) if both is None else torch.cat(both, dim=1)
+
+    rows = torch.arange(tokens, device=parts.device)
+    assert_same_bits("definition", total(rows), ordered_sum(parts))
+    rows_keep_their_bits("sum", total, rows)
+    rows_keep_their_bits("sum and norm", fused, rows)
+    assert_same_bits("in one kernel or not", fused(rows[:2]), apart(rows)[:2])
 
 
 @on_every_backend(("width",), [(1,), (3,), (50,), (136,), (1536,)], quick=[(3,), (136,), (1030,)])
@@ -571,7 +621,7 @@ def test_mlp_layer(dtype: torch.dtype) -> None:
     for _, target in mlp.targets(""):
         target.copy_(torch.randn(target.shape) / 9)
     mlp.pack()
-    rows_keep_their_bits("mlp", mlp, torch.randn(130, 72).to(dtype))
+    rows_keep_their_bits("mlp", lambda x: mlp(x).total(), torch.randn(130, 72).to(dtype))
 
 
 @pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
@@ -616,7 +666,7 @@ def test_delta_net_with_drafts(dtype: torch.dtype, state_dtype: torch.dtype) -> 
             tokens[true:] = float("nan")
         at = torch.zeros(count, dtype=torch.int64)
         batch = ForwardBatch(at, at, at, {}, plan)
-        return net(tokens, (tokens, tokens), batch, cache)
+        return net(tokens, (tokens, tokens), batch, cache).total()
 
     single = [run(caches[0], 0, 5), *(run(caches[0], at, 1) for at in range(5, 60))]
     outputs, at, before = [run(caches[1], 0, 5)], 5, 0

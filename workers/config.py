@@ -14,6 +14,7 @@ DEVICES = ("auto", "cpu", "cuda")
 ATTENTIONS = ("auto", "triton", "torch-flash", "reference")
 NUMERICS = ("exact", "fast")
 STATE_DTYPES = ("float32", "bfloat16")
+COLLECTIVES = ("auto", "symmetric", "nccl")
 SPECULATE = ("off", "auto", *map(str, range(1, 9)))
 AUTO_DRAFTS = 3
 """The most that --speculate auto drafts."""
@@ -22,6 +23,7 @@ CHOICES = {
     "device": DEVICES,
     "attn": ATTENTIONS,
     "numerics": NUMERICS,
+    "collectives": COLLECTIVES,
     "load_format": LOAD_FORMATS,
     "state_dtype": STATE_DTYPES,
     "speculate": SPECULATE,
@@ -56,6 +58,10 @@ class WorkerConfig:
     numerics: str = "exact"
     """exact: whatever would make an answer depend on its company is refused. fast: it is permitted;
     today that is --attn torch-flash."""
+    collectives: str = "auto"
+    """How ranks on GPUs exchange numbers; the answers are the same. auto: through memory that each
+    reaches at the others, up to some MB, where the GPUs of one host allow it, else by NCCL alone.
+    symmetric: the same, or not at all. nccl: by NCCL alone."""
     load_format: str = "auto"
     """Where weights come from: auto: the files, or random ones for a shape; random: the config of
     MODEL, whose weight files may be missing, and random weights, the same on every machine."""

@@ -73,8 +73,13 @@ def open_store(environ: Mapping[str, str]) -> dist.Store:
     )
 
 
-def join_group(rank: int, size: int, device: torch.device, store: dist.Store | None) -> Group:
-    """Meet the other ranks; alone, no group is made and no store is needed."""
+def join_group(
+    rank: int, size: int, device: torch.device, store: dist.Store | None, collectives: str = "auto"
+) -> Group:
+    """Meet the other ranks; alone, no group is made and no store is needed.
+
+    `collectives`: see WorkerConfig. Raises RuntimeError where it is "symmetric" and cannot be.
+    """
     if size == 1:
         return solo_group()
     assert store is not None
@@ -90,8 +95,10 @@ def join_group(rank: int, size: int, device: torch.device, store: dist.Store | N
     if not on_gpu:
         return Group(rank, size, dist.group.WORLD)
     from unisono.ops.kernels.reduce import ordered_sum  # needs Triton
+    from unisono.ops.symmetric import open_direct
 
-    return Group(rank, size, dist.group.WORLD, ordered_sum)
+    direct = open_direct(collectives, rank, size, device, store, dist.group.WORLD)
+    return Group(rank, size, dist.group.WORLD, ordered_sum, direct)
 
 
 def leave_group() -> None:

@@ -84,6 +84,7 @@ def _measure_machine(
     deadline = time.monotonic() + orders.proof_s
     attention = tuple(_attention_proof(head_dim) for head_dim in orders.head_dims)
     linear = tuple(_linear_proofs(orders.shapes, deadline))
+    gpu_collectives = _gpu_collectives()
     return lambda collectives: Measured(
         torch=str(torch.__version__),
         threads=orders.machine_threads,
@@ -93,7 +94,19 @@ def _measure_machine(
         attention=attention,
         linear=linear,
         collectives=collectives,
+        gpu_collectives=gpu_collectives,
     )
+
+
+def _gpu_collectives() -> str:
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
+        return ""
+    from unisono.ops.symmetric import survey
+
+    reason = survey(torch.cuda.device_count())
+    return f"NCCL alone: {reason}" if reason else "symmetric memory, and NCCL for large sums"
 
 
 def _stream(num_bytes: int) -> float:

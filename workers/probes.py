@@ -87,6 +87,8 @@ class Measured:
     attention: tuple[AttentionProof, ...]
     linear: tuple[LinearProof, ...]
     collectives: tuple[CollectiveTime, ...]
+    gpu_collectives: str = ""
+    """How ranks on the GPUs of this host would exchange numbers; empty: there are not two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,7 @@ class Tracer:
         }
         return replace(
             ops,
+            fuses_sums=False,
             **watched,
             pack_linear=self._watch_pack(ops.pack_linear, f"{scope} linear"),
             pack_head=self._watch_pack(ops.pack_head, f"{scope} linear"),

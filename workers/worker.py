@@ -119,7 +119,8 @@ class Worker:
         # Before the ranks meet: none of them has begun to load yet.
         free = free_bytes(self._device, ranks_here)
         self._report.enter("join the group")
-        self._group = self.join_group(self._rank, self._config.tp, self._device, store)
+        place = (self._rank, self._config.tp, self._device, store, self._config.collectives)
+        self._group = self.join_group(*place)
         self._report.enter("check memory")
         check_weights(*self._part, self._device.type, free)
         self._report.enter("prove exactness")
@@ -178,7 +179,8 @@ class Worker:
                         self._device, self._group, self._graphs, **asdict(wanted)
                     )
                 case Shutdown():
-                    return
+                    self._graphs.drop()
+                    return self._group.direct.close()
                 case other:
                     raise ProtocolError(f"rank {self._rank} got {type(other).__name__}")
 
@@ -199,7 +201,8 @@ class Worker:
         began = time.perf_counter()
         self._graphs.eager.clear()
         step, watch = partial(self._runner.step, plan), self._watch
-        output = step() if watch is None else watch.launch(plan.step, plan.rows, step)
+        with self._group.direct.checked():
+            output = step() if watch is None else watch.launch(plan.step, plan.rows, step)
         told = (self._group.digest, tuple(self._graphs.eager))
         self._running.append(_Running(plan.step, began, output, *told))
 
@@ -207,7 +210,8 @@ class Worker:
         step = self._running.popleft()
         self._report.step = step.number
         output = step.output
-        tokens = array("i", output.tokens)
+        with self._group.direct.checked():
+            tokens = array("i", output.tokens)
         if self._watch is not None and (seen := self._watch.answered(step.number)) is not None:
             self._peer.send(StepsSeen(rank=self._rank, watched=seen))
         self._peer.send(

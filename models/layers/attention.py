@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from unisono.models.interface import Build, ForwardBatch, LayerCache
+from unisono.models.interface import Build, ForwardBatch, LayerCache, PartialSum
 from unisono.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from unisono.models.layers.norm import NormWeight
 from unisono.models.partition import ModelPartition
@@ -79,7 +79,7 @@ class Attention:
 
     def __call__(
         self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, cache: LayerCache
-    ) -> Tensor:
+    ) -> PartialSum:
         """[T, hidden] -> [T, hidden]; writes the KV of the tokens into the cache first."""
         merged = self.qkv(x).view(x.shape[0], -1, self._head_dim)
         heads = merged[:, : self._heads + 2 * self._kv_heads]

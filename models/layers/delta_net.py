@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from unisono.models.interface import Build, ForwardBatch, StateCache
+from unisono.models.interface import Build, ForwardBatch, PartialSum, StateCache
 from unisono.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from unisono.models.partition import ModelPartition
 
@@ -78,7 +78,7 @@ class DeltaNet:
 
     def __call__(
         self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, cache: StateCache
-    ) -> Tensor:
+    ) -> PartialSum:
         """[T, hidden] -> [T, hidden]; leaves the state behind its tokens in the cache, or, where
         they are held back, that before them."""
         ops = self._ops

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from unisono.models.interface import Build
+from unisono.models.interface import Build, PartialSum
 from unisono.models.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from unisono.models.partition import ModelPartition
 from unisono.ops.reference.experts import Experts
@@ -58,11 +58,12 @@ class ExpertsMLP:
         if self.shared is not None:
             self.shared.pack()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> PartialSum:
         """[T, hidden] -> [T, hidden]."""
         weights, ids = self._ops.route_experts(self.router(x), self._num_chosen, self._renormalise)
         shared = None if self.shared is None else self.shared(x)
-        return self._ops.reduce_rows(self._experts(x, weights, ids, shared), None, self._group)
+        part = self._experts(x, weights, ids, shared)
+        return PartialSum(part, None, self._ops.reduce_rows, self._group)
 
 
 class SharedExpert:

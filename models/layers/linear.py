@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from unisono.models.interface import Build
+from unisono.models.interface import Build, PartialSum
 from unisono.ops.linear import Linear
 
 
@@ -98,6 +98,7 @@ class RowParallelLinear(_Linear):
     ) -> None:
         super().__init__(build, in_features, out_features, bias)
         self.name = name
+        self._reduce = build.ops.reduce_rows
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names under `prefix` and where each is to be written."""
@@ -106,9 +107,9 @@ class RowParallelLinear(_Linear):
         if self.bias is not None:
             yield f"{prefix}{self.name}.bias", self.bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """y = sum_r x_r W_r^T + b on every rank, [T, I of this rank] -> [T, O]."""
-        return self._build.ops.reduce_rows(self.product(x), self.bias, self._build.group)
+    def __call__(self, x: Tensor) -> PartialSum:
+        """y = sum_r x_r W_r^T + b, still to be summed, [T, I of this rank] -> [T, O]."""
+        return PartialSum(self.product(x), self.bias, self._reduce, self._build.group)
 
     def _local_bias(self) -> Tensor | None:
         return None

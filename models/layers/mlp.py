@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from unisono.models.interface import Build
+from unisono.models.interface import Build, PartialSum
 from unisono.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from unisono.models.partition import ModelPartition
 
@@ -36,6 +36,6 @@ class GatedMLP:
         self.gate_up.pack()
         self.down.pack()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> PartialSum:
         """[T, hidden] -> [T, hidden]."""
         return self.down(self._activation(self.gate_up(x)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unisono.models.config import ModelConfig
-from unisono.models.interface import Build
+from unisono.models.interface import Build, PartialSum
 
 
 class NormWeight:
@@ -35,6 +35,7 @@ class RMSNorm(NormWeight):
         self._eps = eps
         self._norm = build.ops.rms_norm
         self._add_norm = build.ops.add_rms_norm
+        self._fuses_sums = build.ops.fuses_sums
 
     @classmethod
     def of(cls, build: Build, config: ModelConfig) -> Self:
@@ -47,6 +48,10 @@ class RMSNorm(NormWeight):
         """[..., width] -> [..., width]."""
         return self._norm(x, self.weight, self._eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, width] each -> (norm of x + residual, x + residual)."""
-        return self._add_norm(x, residual, self.weight, self._eps)
+    def add(self, x: PartialSum, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, width] each -> (norm of the total + residual, the total + residual)."""
+        both = None
+        if self._fuses_sums:
+            rest = (residual, self.weight, self._eps)
+            both = x.group.all_reduce_add_rms_norm(x.part, x.bias, *rest)
+        return both or self._add_norm(x.total(), residual, self.weight, self._eps)

@@ -148,30 +148,38 @@ def _norm_kernel(
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)
     start = rows * WIDTH
-    # Always 0, which the compiler does not know: without an addition the hint of `_load_rows`
+    # Always 0, which the compiler does not know: without an addition the hint of `load_rows`
     # would have nothing to hold to.
     zero = tl.zeros((ROWS,), tl.int32) + tl.program_id(1)
-    x = _load_rows(parts_ptr, start, columns, inside, ALIGN)
+    x = load_rows(parts_ptr, start, columns, inside, ALIGN)
     for rank in tl.static_range(1, RANKS):
         offset = rank * (num_rows.to(tl.int64) * WIDTH)
-        x += _load_rows(parts_ptr, start + offset, columns, inside, ALIGN)
+        x += load_rows(parts_ptr, start + offset, columns, inside, ALIGN)
     x = x.to(dtype).to(tl.float32)
     if HAS_BIAS:
-        bias = _load_rows(bias_ptr, zero * WIDTH, columns, inside, ALIGN)
+        bias = load_rows(bias_ptr, zero * WIDTH, columns, inside, ALIGN)
         x = (x + bias).to(dtype).to(tl.float32)
     if HAS_RESIDUAL:
-        x += _load_rows(residual_ptr, start, columns, inside, ALIGN)
+        x += load_rows(residual_ptr, start, columns, inside, ALIGN)
         x = x.to(dtype).to(tl.float32)
         tl.store(tl.multiple_of(total_ptr + start, ALIGN)[:, None] + columns, x, mask=inside)
-    mean = tl.sum(x * x, axis=1, keep_dims=True) / WIDTH
-    normed = (x * tl.rsqrt(mean + eps)).to(weight_ptr.dtype.element_ty).to(tl.float32)
-    weight = _load_rows(weight_ptr, (rows % HEADS + zero) * WIDTH, columns, inside, ALIGN)
-    y = normed * weight
+    normed = normalised(x, eps, WIDTH, weight_ptr.dtype.element_ty)
+    y = normed * load_rows(weight_ptr, (rows % HEADS + zero) * WIDTH, columns, inside, ALIGN)
     tl.store(tl.multiple_of(normed_ptr + start, ALIGN)[:, None] + columns, y, mask=inside)
 
 
 @triton.jit
-def _load_rows(
+def normalised(x: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """Rows of x [rows, block] fp32, 0 beyond WIDTH, over their root mean square, as DTYPE has it.
+
+    [rows, block] fp32: what is still to be multiplied by the weight, whose dtype DTYPE is.
+    """
+    mean = tl.sum(x * x, axis=1, keep_dims=True) / WIDTH
+    return (x * tl.rsqrt(mean + eps)).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def load_rows(
     ptr: tl.tensor, start: tl.tensor, columns: tl.tensor, inside: tl.tensor, ALIGN: tl.constexpr
 ) -> tl.tensor:
     """Rows that begin `start` [rows] elements after `ptr`, in fp32, [rows, block]."""

@@ -33,7 +33,7 @@ def test_a_step_is_taken_apart(ranks):
             assert device["num_steps"] == 15
             assert device["num_kernels"] > 5 * LAYERS
             assert device["num_copies"] >= 1
-            # Two sums a layer, gathered and added, on more than one rank.
-            assert (device["num_collectives"] >= 4 * LAYERS) is (ranks > 1)
+            # Two sums a layer on more than one rank, each of them one kernel or two.
+            assert (device["num_collectives"] >= 2 * LAYERS) is (ranks > 1)
             assert 0 < device["busy_ns"] < 1e6 * line["ms_per_step"] * 1.2
             assert rank["memory_bytes"] > 2**27 // ranks

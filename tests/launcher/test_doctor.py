@@ -294,6 +294,15 @@ def diagnosis_of(**changes) -> Diagnosis:
     return dataclasses.replace(usual, **changes)
 
 
+def test_what_gpus_exchange_numbers_over_is_said_where_there_are_some():
+    label = "GPUs of one host"
+    assert not [line for line in plain_lines(diagnosis_of()) if line.startswith(label)]
+    way = "NCCL alone: cuda:0 has no peer access to cuda:1"
+    measured = dataclasses.replace(MEASURED, gpu_collectives=way)
+    probes = ProbeReport(measured=measured, round_trips=TRIPS)
+    assert f"{label:<20}exchange numbers over {way}" in plain_lines(diagnosis_of(probes=probes))
+
+
 def test_the_page_fits_100_columns():
     many = tuple(
         Library(name=f"library-{number}", wanted="", installed="1.0") for number in range(40)

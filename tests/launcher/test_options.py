@@ -30,6 +30,7 @@ OTHER_VALUES = {
     "tp": ("3", 3),
     "dtype": ("bfloat16", "bfloat16"),
     "device": ("cpu", "cpu"),
+    "collectives": ("nccl", "nccl"),
     "max_model_len": ("77", 77),
     "max_requests": ("5", 5),
     "kv_tokens": ("640", 640),

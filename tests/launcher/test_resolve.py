@@ -110,6 +110,17 @@ def test_options_survive_and_the_rest_is_default():
             CPU,
             "--state-dtype float32: is for models with a recurrent state, and llama keeps a KV",
         ),
+        (
+            {"collectives": "nccl", "tp": 2},
+            CPU,
+            "--collectives nccl: needs GPUs, and ranks on cpu meet over gloo; choose auto",
+        ),
+        (
+            {"collectives": "symmetric"},
+            TWO_GPUS,
+            "--collectives symmetric: one rank exchanges nothing; choose auto, or --tp 2 or more",
+        ),
+        ({"collectives": "gloo"}, CPU, "--collectives gloo: choose auto, symmetric or nccl"),
         ({"attn": "tiled"}, CPU, "--attn tiled: choose auto, triton, torch-flash or reference"),
     ],
     ids=str,

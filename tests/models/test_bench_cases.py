@@ -50,7 +50,8 @@ CONFIGS = (CONFIG, HYBRID)
 
 def test_every_op_of_the_table_has_a_case() -> None:
     """A new field of Ops wants a case in models/bench_cases.py."""
-    names = {TIMED_UNDER_OTHER_NAMES.get(f.name, f.name) for f in fields(dispatch.Ops)}
+    ops = [field.name for field in fields(dispatch.Ops) if field.name != "fuses_sums"]
+    names = {TIMED_UNDER_OTHER_NAMES.get(name, name) for name in ops}
     timed = {case.op for config in CONFIGS for case in cases_of(config, TINY, torch.float32)}
     assert names <= timed
     assert timed == set(TIMED_OPS)

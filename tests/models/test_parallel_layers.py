@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from tests.closeness import assert_close
+from tests.closeness import assert_close, assert_same_bits
 from tests.rig import run_ranks
 from unisono.models.interface import Build
 from unisono.models.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from unisono.models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from unisono.models.layers.norm import RMSNorm
 from unisono.models.partition import Partition
 from unisono.ops import dispatch
-from unisono.ops.comm import Group, PeerLost
+from unisono.ops.by_reference import with_references
+from unisono.ops.comm import Group, PeerLost, ordered_sum
+from unisono.ops.direct import Direct
+from unisono.ops.reference.norm import add_rms_norm
+from unisono.workers.tracer import Tracer
 
 CPU = torch.device("cpu")
 RANKS = [1, 2, 3, 4]
@@ -34,7 +42,7 @@ def row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) -> 
         for name, target in layer.targets("m."):
             target.copy_(weight[:, start:stop] if name == "m.down.weight" else bias)
         layer.pack()
-        return layer(x[:, start:stop].contiguous())
+        return layer(x[:, start:stop].contiguous()).total()
 
     return run_ranks(ranks, body)
 
@@ -109,6 +117,72 @@ def test_vocabulary_shards(ranks: int, dtype: torch.dtype) -> None:
     assert_close("logits", logits, hidden.float() @ table.float().T, 1e-6)
 
 
+class Fusing(Direct):
+    """Sums and norms in one, as a kernel would; for an even number of tokens."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.num_served = 0
+
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        if len(x) % 2:
+            return None
+        self.num_served += 1
+        total = ordered_sum(self._group._gather(x))
+        return add_rms_norm(total if bias is None else total + bias, residual, weight, eps)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_norm_takes_the_sum_over_ranks_into_its_kernel(ranks: int, has_bias: bool) -> None:
+    """Where one serves it; bits and digest are the same either way."""
+    x, weight, bias = torch.randn(2, 12), torch.randn(9, 12), torch.randn(9)
+    cut = Partition.even(12, ranks)
+
+    def body(group: Group) -> list[Tensor]:
+        outputs, digests = [], []
+        start, stop = cut.ranges[group.rank]
+        for fuses, tokens in ((False, 2), (True, 2), (True, 1), (False, 1)):
+            group.direct = direct = Fusing(group) if fuses else Direct()
+            group.digest = group._sequence = 0
+            ops = replace(dispatch.resolve(CPU, 8), fuses_sums=fuses)
+            built = Build(ops, group, torch.float32, CPU)
+            layer = RowParallelLinear(built, "down", stop - start, 9, has_bias)
+            for name, target in layer.targets(""):
+                target.copy_(weight[:, start:stop] if name == "down.weight" else bias)
+            layer.pack()
+            norm = RMSNorm(built, 9, 1e-6)
+            norm.weight.copy_(bias)
+            part = layer(x[:tokens, start:stop].contiguous())
+            outputs.append(torch.cat(norm.add(part, x[:tokens, :9])))
+            digests.append(group.digest)
+            if isinstance(direct, Fusing):
+                assert direct.num_served == (tokens == 2)
+        assert digests[0] == digests[1] != digests[2] == digests[3]
+        return outputs
+
+    for apart, fused, fallen_back, apart_again in run_ranks(ranks, body):
+        assert_same_bits("fused", fused, apart)
+        assert_same_bits("not served", fallen_back, apart_again)
+
+
+def test_ops_that_are_watched_or_replaced_are_called_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fusing = replace(dispatch.resolve(CPU, 8), fuses_sums=True)
+    assert with_references(fusing, []).fuses_sums
+    assert not with_references(fusing, ["add_rms_norm"]).fuses_sums
+    assert not Tracer(str(tmp_path), 0, values=False).tap(fusing, "layers.0").fuses_sums
+    monkeypatch.setattr(dispatch, "_cpu_ops", lambda head_dim: fusing)
+    assert dispatch.resolve(CPU, 8).fuses_sums
+    with dispatch.use(reduce_rows=fusing.reduce_rows):
+        assert not dispatch.resolve(CPU, 8).fuses_sums
+    with pytest.raises(ValueError, match="no op named fuses_sums"), dispatch.use(fuses_sums=len):
+        pass
+
+
 def test_a_broken_collective_is_a_consequence_not_a_cause() -> None:
     class Broken(Group):
         def _gather(self, x: Tensor) -> Tensor:
@@ -123,4 +197,4 @@ def test_a_broken_collective_is_a_consequence_not_a_cause() -> None:
         target.zero_()
     layer.pack()
     with pytest.raises(PeerLost, match="collective 1 failed on rank 1: connection closed"):
-        layer(torch.zeros(1, 4))
+        layer(torch.zeros(1, 4)).total()

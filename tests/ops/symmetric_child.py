@@ -1,0 +1,58 @@
+"""One rank of symmetric memory in a process of its own, in Triton's interpreter: started by
+test_symmetric.py with the directory of the memories, its rank, how many there are, and a part to
+play. Exits with 0, or with 3 once a peer was lost, which it names on stdout."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from unisono.ops.comm import PeerLost, ordered_sum
+from unisono.ops.symmetric import Layout, Symmetric
+
+ROUNDS = 12
+
+
+def main(directory: str, rank: int, ranks: int, role: str) -> int:
+    layout = Layout(ranks, one_shot_bytes=8 << 10, two_shot_bytes=64 << 10)
+    memories = [
+        torch.from_file(
+            str(Path(directory) / f"memory-{each}"),
+            shared=True,
+            size=layout.nbytes,
+            dtype=torch.uint8,
+        )
+        for each in range(ranks)
+    ]
+    addresses = [memory.data_ptr() for memory in memories]
+    fault = torch.zeros(1, dtype=torch.int64)
+    end = Symmetric(rank, layout, memories[rank], addresses, fault, wait_s=1.0)
+    together = torch.Generator().manual_seed(1)
+    alone = random.Random(rank)
+    for number in range(ROUNDS):
+        if role == "late":
+            time.sleep(alone.choice([0, 0, 0.05, 0.4]))
+        if number == ROUNDS // 2 and role == "dies":
+            return 0
+        if number and role == "waits":
+            end.wait_s = 1e-3
+        shape = [(1, 8), (2, 520), (30, 200)][int(torch.randint(3, (), generator=together))]
+        parts = torch.randn(ranks, *shape, generator=together).half()
+        total = end.all_reduce(parts[rank])
+        try:
+            end.check()
+        except PeerLost as error:
+            print(error, flush=True)
+            return 3
+        assert total is not None
+        assert torch.equal(total, ordered_sum(parts)), f"round {number}, {shape}"
+    return 0
+
+
+if __name__ == "__main__":
+    where, number, count, part = sys.argv[1:]
+    sys.exit(main(where, int(number), int(count), part))

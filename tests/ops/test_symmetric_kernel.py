@@ -1,0 +1,224 @@
+"""Collectives over symmetric memory, of ranks whose memories lie side by side on one device: the
+bits of their definition, whatever came before, and waits that end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.closeness import assert_same_bits
+from tests.ops import graph_rig, kernel_rig
+from tests.ops.symmetric_rig import SMALL, in_stages, local_ranks
+from unisono.ops.comm import PeerLost, ordered_sum
+from unisono.ops.kernels.norm import add_rms_norm
+from unisono.ops.symmetric import CROSSOVER, Layout, Symmetric
+
+pytestmark = [*kernel_rig.MARKS, pytest.mark.usefixtures("nan_filled_empty")]
+EPS = 1e-6
+RANKS = [2, 3, 8]
+KIB = 1024
+
+
+def parts_of(ranks: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Parts of very different size, so that another order of the sum shows."""
+    scale = 10.0 ** torch.randint(-2, 3, (ranks, *shape))
+    return (torch.randn(ranks, *shape) * scale).to(dtype).to(kernel_rig.DEVICE)
+
+
+def num_stages(layout: Layout, part: Tensor) -> int:
+    return 2 if part.numel() * part.element_size() <= layout.one_shot_bytes else 3
+
+
+@pytest.mark.parametrize("dtype", kernel_rig.DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_sums_have_the_bits_of_the_definition(ranks: int, dtype: torch.dtype) -> None:
+    """Sizes of one-shots and two-shots in turn, so that both halves of the memory are used again,
+    and words of older epochs lie behind newer ones."""
+    ends = local_ranks(ranks, Layout(ranks, one_shot_bytes=8 * KIB, two_shot_bytes=64 * KIB))
+    for shape in [(3, 200), (1, 8), (40, 136), (2, 1000), (3, 200), (25, 200)]:
+        parts = parts_of(ranks, *shape, dtype=dtype)
+        stages = num_stages(ends[0].layout, parts[0])
+        sums = in_stages(ends, stages, lambda end, parts=parts: end.all_reduce(parts[end.rank]))
+        for rank, total in enumerate(sums):
+            assert total is not None, f"{list(shape)} is not served"
+            assert_same_bits(f"{list(shape)} on rank {rank}", total.cpu(), ordered_sum(parts.cpu()))
+    for end in ends:
+        end.check()
+
+
+def check_fused(ranks: int, width: int, tokens: int, dtype: torch.dtype, layout: Layout) -> None:
+    ends = local_ranks(ranks, layout)
+    for has_bias, weight_dtype in ((False, dtype), (True, torch.float32), (False, dtype)):
+        parts = parts_of(ranks, tokens, width, dtype=dtype)
+        residual, rest = parts_of(1, tokens, width, dtype=dtype)[0], parts_of(2, width, dtype=dtype)
+        bias, weight = rest[1].contiguous() if has_bias else None, rest[0].to(weight_dtype)
+        x = ordered_sum(parts) if bias is None else ordered_sum(parts) + bias
+        want = add_rms_norm(x, residual, weight, EPS)
+
+        def call(
+            end: Symmetric, parts: Tensor = parts, rest: Any = (bias, residual, weight)
+        ) -> tuple[Tensor, Tensor] | None:
+            return end.all_reduce_add_rms_norm(parts[end.rank], *rest, EPS)
+
+        for rank, both in enumerate(in_stages(ends, 2, call)):
+            assert both is not None
+            name = f"rank {rank} of {ranks}, width {width}, bias {has_bias}"
+            assert_same_bits(f"total on {name}", both[1].cpu(), want[1].cpu())
+            assert_same_bits(f"norm on {name}", both[0].cpu(), want[0].cpu())
+
+
+@pytest.mark.parametrize("dtype", kernel_rig.DTYPES, ids=str)
+@pytest.mark.parametrize(("ranks", "width"), [(2, 512), (2, 1000), (3, 264), (8, 576)])
+def test_fused_has_the_bits_of_the_separate_ops(ranks: int, width: int, dtype: torch.dtype) -> None:
+    check_fused(ranks, width, 2, dtype, Layout(ranks, **SMALL))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_maximum(ranks: int) -> None:
+    ends = local_ranks(ranks)
+    for count in (1, 300, 5):
+        keys = torch.randint(-(2**63), 2**63 - 1, (ranks, count))
+        keys[:, 0] = torch.tensor([-(2**63), 2**63 - 1, -1, 0, 1, 2**31, -(2**31), 2**32])[:ranks]
+        keys = keys.to(kernel_rig.DEVICE)
+        for most in in_stages(ends, 2, lambda end, keys=keys: end.max(keys[end.rank])):
+            assert most is not None
+            assert torch.equal(most, keys.amax(0))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_specials_and_signed_zeros() -> None:
+    inf, nan = float("inf"), float("nan")
+    parts = torch.tensor([[-0.0, inf, inf, nan], [-0.0, -inf, 1.0, 1.0]]).to(kernel_rig.DEVICE)
+    for total in in_stages(local_ranks(2), 2, lambda end: end.all_reduce(parts[end.rank])):
+        assert total is not None
+        assert_same_bits("zero", total[:1].cpu(), torch.tensor([-0.0]))
+        assert total[1:].isnan().tolist() == [True, False, True]
+        assert float(total[2]) == inf
+
+
+def test_what_lies_askew_is_served_alike() -> None:
+    """One rank must never decide alone."""
+    parts = parts_of(2, 65, 8, dtype=torch.float16)
+    askew = [parts[0].flatten()[1:513].view(64, 8), parts[1][:64]]
+    assert askew[0].data_ptr() % 16
+    want = ordered_sum(torch.stack(askew).cpu())
+    for total in in_stages(local_ranks(2), 2, lambda end: end.all_reduce(askew[end.rank])):
+        assert total is not None
+        assert_same_bits("askew", total.cpu(), want)
+
+
+def test_what_is_not_served() -> None:
+    end = local_ranks(2)[0]
+    half = {"dtype": torch.float16, "device": kernel_rig.DEVICE}
+    for shape in ((0, 8), (3,), (1, 12), (256 * KIB // 16 + 1, 8)):
+        assert end.all_reduce(torch.zeros(shape, **half)) is None, shape
+    assert end.all_reduce(torch.zeros(8, dtype=torch.int64, device=kernel_rig.DEVICE)) is None
+    assert end.max(torch.zeros(0, dtype=torch.int64, device=kernel_rig.DEVICE)) is None
+    assert end.max(torch.zeros(8 * 256 + 1, dtype=torch.int64, device=kernel_rig.DEVICE)) is None
+    for tokens, width in ((1, 256), (1, 508), (9, 512), (2, 8200), (0, 512)):
+        x, weight = torch.zeros(tokens, width, **half), torch.zeros(width, **half)
+        assert end.all_reduce_add_rms_norm(x, None, x, weight, EPS) is None, (tokens, width)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (40, 520)], ids=["one-shot", "two-shot"])
+def test_a_wait_ends_and_names_the_rank(shape: tuple[int, int]) -> None:
+    end = local_ranks(3)[1]
+    x = torch.ones(shape, dtype=torch.float16, device=kernel_rig.DEVICE)
+    end.check()
+    end.all_reduce(x)
+    _wait()
+    with pytest.raises(PeerLost, match=r"rank [02] did not come to a collective of rank 1 within"):
+        end.check()
+    # After that nobody waits, however long the wait may be.
+    end.wait_s = 1000.0
+    began = time.monotonic()
+    end.all_reduce(x)
+    _wait()
+    assert time.monotonic() - began < 20
+
+
+def _wait() -> None:
+    if kernel_rig.IS_GPU:
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_every_rank_count_has_a_layout(ranks: int) -> None:
+    layout = Layout.of(ranks)
+    assert layout.signals % 16 == layout.data % 16 == layout.region_bytes % 16 == 0
+    assert layout.nbytes <= 64 << 20
+    assert layout.one_shot_bytes < layout.two_shot_bytes
+    assert layout.slice_bytes(layout.two_shot_bytes) * ranks * 64 >= layout.two_shot_bytes
+    listed = min(most for most in CROSSOVER if most >= ranks)
+    assert (layout.one_shot_bytes, layout.two_shot_bytes) == CROSSOVER[listed]
+
+
+def test_more_ranks_are_refused() -> None:
+    for ranks in (1, 9):
+        with pytest.raises(ValueError, match=f"{ranks} ranks; symmetric memory serves 2 to 8"):
+            Layout.of(ranks)
+
+
+# ---------------------------------------------------------------- at real sizes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_sums_at_real_sizes(ranks: int) -> None:
+    layout = Layout.of(ranks)
+    ends = local_ranks(ranks, layout)
+    for nbytes in (16 << 10, layout.one_shot_bytes, layout.one_shot_bytes + 16, 3 << 20, 8 << 20):
+        parts = parts_of(ranks, nbytes // 2, dtype=torch.bfloat16)
+        stages = num_stages(layout, parts[0])
+        for _ in range(2):
+            sums = in_stages(ends, stages, lambda end, parts=parts: end.all_reduce(parts[end.rank]))
+            for total in sums:
+                assert total is not None
+                assert_same_bits(f"{nbytes} bytes", total, ordered_sum(parts))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("width", [512, 576, 1024, 2048, 2560, 4096, 5120, 8192])
+def test_fused_at_real_widths(width: int, ranks: int) -> None:
+    layout = Layout.of(ranks)
+    tokens = min(layout.one_shot_bytes // (2 * width), layout.one_shot_lanes)
+    for count in (1, tokens):
+        check_fused(ranks, width, count, torch.bfloat16, layout)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_eight_ranks_replays_between_eager_calls() -> None:
+    """Epochs live on the device: 1,000 replays with other numbers each time, eager calls between
+    them, of one-shots and two-shots that share memory."""
+    ends = local_ranks(8, Layout.of(8))
+    small, large = (torch.empty(8, n, 4096, dtype=torch.bfloat16, device="cuda") for n in (2, 40))
+    small.zero_()
+    large.zero_()
+
+    def call() -> Tensor:
+        sums = [
+            in_stages(ends, stages, lambda end, x=x: end.all_reduce(x[end.rank]))[5]
+            for x, stages in ((small, 2), (large, 3), (small, 2))
+        ]
+        return torch.cat([total for total in sums if total is not None])
+
+    graph_rig.replayed(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    for step in range(1000):
+        small.normal_()
+        large.normal_()
+        graph.replay()
+        want = torch.cat((ordered_sum(small), ordered_sum(large), ordered_sum(small)))
+        assert_same_bits(f"replay {step}", result, want)
+        if step % 3 == 0:
+            small.normal_()
+            assert_same_bits(f"eager after {step}", call()[:2], ordered_sum(small))
+    for end in ends:
+        end.check()
