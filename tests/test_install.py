@@ -25,6 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("launcher", "runtime", "workers", "models", "ops")
 LIBRARIES = sysconfig.get_path("purelib")
 WAYS = ("plain", "editable", "uninstalled")
+TINY = (
+    "from unisono.launcher.model_source import resolve_model, read_source_config;"
+    "config = read_source_config(resolve_model('tiny-mtp'), 'auto');"
+    "print(config.family, config.num_mtp_layers)"
+)
 IMPORTS = (
     "import unisono, unisono.ops.reference, unisono.models.layers, unisono.workers.protocol;"
     "import unisono.launcher.cli;"
@@ -110,6 +115,14 @@ def test_module_and_spawned_child(installs, tmp_path, way):
     script.write_text(SPAWN)
     done = installed.run([installed.python, *flags, str(script)], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_tiny_model_comes_with_it(installs, tmp_path, way):
+    installed = installs[way]
+    flags = ["-S"] if way == "uninstalled" else []
+    done = installed.run([installed.python, *flags, "-c", TINY], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "qwen3_5 1\n", "")
 
 
 @pytest.mark.parametrize("way", ["plain", "editable"])
