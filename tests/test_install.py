@@ -143,12 +143,14 @@ def test_torchrun_finds_the_package(installs, tmp_path):
 
 
 def test_plain_install_holds_the_rooms_and_nothing_else(installs):
-    """Every module of the rooms and the type marker; no tests, no scripts."""
+    """Every module of the rooms, the type marker and tiny-mtp; no tests, no scripts."""
     package, checkout = installs["plain"].package, installs["plain"].checkout
     files = {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()}
     modules = [path for room in ROOMS for path in _sources(checkout / room)]
     wanted = {str(path.relative_to(checkout)) for path in modules}
     wanted |= {"__init__.py", "__main__.py", "py.typed"}
+    tiny = checkout / "models" / "tiny_mtp"
+    wanted |= {str(path.relative_to(checkout)) for path in tiny.iterdir()}
     assert {name for name in files if "__pycache__" not in name} == wanted
     beside = {path.name for path in package.parent.iterdir()}
     assert not beside & {"tests", "scripts", *ROOMS}
