@@ -79,10 +79,7 @@ def command(
     priority: int | None,
     **options: Any,
 ) -> int:
-    """Answer each PROMPT with MODEL: a checkpoint directory, a GGUF file, a shape, or a name.
-
-    Names are demo, a small chat model that is fetched once, and tiny-mtp, which is part of the
-    package: it writes text that looks like Python, and can draft its own tokens (--speculate).
+    """Answer each PROMPT with MODEL: a directory, a GGUF file, a shape, "demo" or "tiny-mtp".
 
     Chat models answer through their chat template; others continue the text. Without PROMPT and
     --prompts-file all of standard input is one prompt. The same prompt gets the same answer alone

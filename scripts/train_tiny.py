@@ -87,9 +87,9 @@ Python {python} ({bytes:,} bytes, sha256 {sha256}).
 On files that were held out: {loss:.3f} nats a token, {bits:.3f} bits a byte; all of the first 1, 2
 and 3 drafts are the model's own choice at {agreement} of the places.
 
-The text it learnt from is copyright (c) 2001 Python Software Foundation; all rights reserved. It
-is under the Python Software Foundation License Version 2, and so is this model: LICENSE.txt, or
-https://docs.python.org/3/license.html.
+The text it learnt from is under the Python Software Foundation License Version 2, and so is this
+model: LICENSE.txt, or https://docs.python.org/3/license.html. Of that text:
+{copyright} All rights reserved.
 """
 
 
@@ -404,6 +404,7 @@ def save(run: Run, loss: float, agreement: str) -> None:
         loss=loss,
         bits=loss * len(corpus.held_out) / corpus.held_out_bytes / math.log(2),
         agreement=agreement,
+        copyright=sys.copyright.splitlines()[0],
         **corpus.facts,
     )
     (directory / "README.md").write_text(card, encoding="utf-8")
