@@ -157,7 +157,7 @@ def parse_arguments() -> argparse.Namespace:
     options.add_argument("--steps", type=int, default=0, help="train so many instead")
     options.add_argument("--batch", type=int, default=0, help="sequences a step (64)")
     options.add_argument("--length", type=int, default=0, help="tokens of a sequence (512)")
-    options.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
+    options.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--device", help="cuda or cpu")
     options.add_argument("--tiny", action="store_true", help="a smaller model on a few files")
