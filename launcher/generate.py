@@ -84,7 +84,7 @@ def command(
     priority: int | None,
     **options: Any,
 ) -> int:
-    """Answer each PROMPT with MODEL: a checkpoint directory, a GGUF file, a shape, or "demo".
+    """Answer each PROMPT with MODEL: a directory, a GGUF file, a shape, "demo" or "tiny-mtp".
 
     Chat models answer through their chat template; others continue the text. Without PROMPT and
     --prompts-file all of standard input is one prompt. The same prompt gets the same answer alone

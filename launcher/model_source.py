@@ -1,4 +1,4 @@
-"""Finds out what the user means by MODEL: demo, a shape, a checkpoint directory or a GGUF file."""
+"""Finds out what the user means by MODEL: a built-in name, a shape, a directory or a GGUF file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from unisono.models import shapes
 from unisono.models.config import ConfigError, ModelConfig
 from unisono.models.config_reader import read_model_config
 from unisono.models.shapes import PREFIX, is_shape, shape_config
@@ -14,8 +15,12 @@ from unisono.models.shapes import PREFIX, is_shape, shape_config
 if TYPE_CHECKING:
     from unisono.launcher.demo_model import Progress
 
-DEMO_NAME = "demo"
-_CHOICES = f"'{DEMO_NAME}', {PREFIX}NAME, a directory with config.json, or a .gguf file"
+DEMO_NAME, TINY_NAME = "demo", "tiny-mtp"
+TINY_PATH = Path(shapes.__file__).with_name("tiny_mtp")
+"""Checkpoint of the model that is part of the package; `scripts/train_tiny.py` made it."""
+_CHOICES = (
+    f"'{DEMO_NAME}', '{TINY_NAME}', {PREFIX}NAME, a directory with config.json, or a .gguf file"
+)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -35,9 +40,9 @@ def resolve_model(name: str, on_progress: Progress | None = None) -> ModelSource
     """Return the files that `name` stands for.
 
     The word "demo" is always the demo model, fetched if need be (`on_progress` then hears of it),
-    and "shape:..." always a shape; a directory of such a name is written "./demo". Raises
-    ConfigError for everything else that is neither a directory with a config.json nor a .gguf
-    file.
+    "tiny-mtp" the one that is part of the package, and "shape:..." always a shape; a directory of
+    such a name is written "./demo". Raises ConfigError for everything else that is neither a
+    directory with a config.json nor a .gguf file.
     """
     if is_shape(name):
         shape_config(name)
@@ -46,6 +51,13 @@ def resolve_model(name: str, on_progress: Progress | None = None) -> ModelSource
         from unisono.launcher.demo_model import demo_model_path
 
         return ModelSource(name=name, path=demo_model_path(on_progress), kind="gguf")
+    if name == TINY_NAME:
+        if not (TINY_PATH / "config.json").is_file():
+            raise ConfigError(
+                f"model {name!r} is part of the package, and {TINY_PATH} is not there; install"
+                " unisono again"
+            )
+        return ModelSource(name=name, path=TINY_PATH, kind="huggingface")
     if not name:
         raise ConfigError(f"model '' is empty; choose {_CHOICES}")
     try:

@@ -37,6 +37,8 @@ BESIDE_THE_CORE = (
     "workers/timeline.py",
     "workers/timings.py",
     "workers/tracer.py",
+    # Words for what went wrong: they decide nothing.
+    "launcher/diagnosis.py",
     # What layers are of: arithmetic on top of parallel layers.
     "models/layers/attention.py",
     "models/layers/delta_net.py",

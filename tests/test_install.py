@@ -25,6 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("launcher", "runtime", "workers", "models", "ops")
 LIBRARIES = sysconfig.get_path("purelib")
 WAYS = ("plain", "editable", "uninstalled")
+TINY = (
+    "from unisono.launcher.model_source import resolve_model, read_source_config;"
+    "config = read_source_config(resolve_model('tiny-mtp'), 'auto');"
+    "print(config.family, config.num_mtp_layers)"
+)
 IMPORTS = (
     "import unisono, unisono.ops.reference, unisono.models.layers, unisono.workers.protocol;"
     "import unisono.launcher.cli;"
@@ -112,6 +117,14 @@ def test_module_and_spawned_child(installs, tmp_path, way):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_the_tiny_model_comes_with_it(installs, tmp_path, way):
+    installed = installs[way]
+    flags = ["-S"] if way == "uninstalled" else []
+    done = installed.run([installed.python, *flags, "-c", TINY], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "qwen3_5 1\n", "")
+
+
 @pytest.mark.parametrize("way", ["plain", "editable"])
 def test_console_script(installs, tmp_path, way):
     installed = installs[way]
@@ -130,12 +143,14 @@ def test_torchrun_finds_the_package(installs, tmp_path):
 
 
 def test_plain_install_holds_the_rooms_and_nothing_else(installs):
-    """Every module of the rooms and the type marker; no tests, no scripts."""
+    """Every module of the rooms, the type marker and tiny-mtp; no tests, no scripts."""
     package, checkout = installs["plain"].package, installs["plain"].checkout
     files = {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()}
     modules = [path for room in ROOMS for path in _sources(checkout / room)]
     wanted = {str(path.relative_to(checkout)) for path in modules}
     wanted |= {"__init__.py", "__main__.py", "py.typed"}
+    tiny = checkout / "models" / "tiny_mtp"
+    wanted |= {str(path.relative_to(checkout)) for path in tiny.iterdir()}
     assert {name for name in files if "__pycache__" not in name} == wanted
     beside = {path.name for path in package.parent.iterdir()}
     assert not beside & {"tests", "scripts", *ROOMS}

@@ -159,19 +159,19 @@ class TimedGroup(Group):
     def __init__(self, timeline: Timeline, group: Group) -> None:
         super().__init__(group.rank, group.size, group._process_group, group._add_parts)
         self._timeline = timeline
-        self._met = Kind.ALL_REDUCE, 0
+        self._meets = Kind.ALL_REDUCE, 0
 
     def _guarded(self, collective: Callable[[], object]) -> None:
         began = now()
         try:
             super()._guarded(collective)
         finally:
-            kind, elements = self._met
+            kind, elements = self._meets
             self._timeline.span(kind, began, elements)
 
     def _note(self, kind: str, numel: int) -> None:
         super()._note(kind, numel)
-        self._met = _COLLECTIVES[kind], numel
+        self._meets = _COLLECTIVES[kind], numel
 
 
 class _Piece(NamedTuple):

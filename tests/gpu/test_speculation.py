@@ -13,6 +13,8 @@ from tests.closeness import assert_same_bits
 from tests.copying import write_copying_mtp
 from tests.rig import LocalEngine
 from tests.tiny import DRAFTING, random_ids
+from unisono.launcher.model_source import resolve_model
+from unisono.launcher.tokenizer import Tokenizer
 from unisono.runtime.protocol import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -145,3 +147,19 @@ def test_a_captured_step_leaves_other_requests_alone(
     torch.cuda.synchronize()
     for mine, theirs in zip(tensors, before, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trained_drafts_are_often_right_and_change_nothing(dtype: str) -> None:
+    source = resolve_model("tiny-mtp")
+    texts = ("def ", "class Reader:\n", "import os\n", "    def __init__(self, name):\n") * 8
+    prompts = [Tokenizer.load(source).encode(text) for text in texts]
+    options = {"dtype": dtype, "device": GPU, "max_model_len": 256, "max_step_tokens": 128}
+    plain = LocalEngine(source.path, **options).generate(prompts, 100)
+    engine = LocalEngine(source.path, num_drafts=3, **options)
+    for number, got in enumerate(engine.generate(prompts, 100)):
+        assert got.token_ids == plain[number].token_ids, f"request {number}"
+        logits = (torch.stack(each.logits) for each in (got, plain[number]))
+        assert_same_bits(f"logits of request {number}", *logits)
+    right, made = sum(map(sum, engine.accepted)), sum(map(sum, engine.drafted))
+    assert right > 0.4 * made, f"{right} of {made} drafts are right"

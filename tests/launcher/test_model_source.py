@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launcher import demo_model
+from unisono.launcher import demo_model, model_source
 from unisono.launcher.model_source import resolve_model
 from unisono.models.config import ConfigError
 
-CHOICES = "choose 'demo', shape:NAME, a directory with config.json, or a .gguf file"
+CHOICES = "choose 'demo', 'tiny-mtp', shape:NAME, a directory with config.json, or a .gguf file"
 
 
 @pytest.fixture
@@ -57,6 +57,21 @@ def test_demo_is_the_demo_model_also_beside_a_directory_of_that_name(
     assert (source.name, source.path, source.kind) == ("demo", tmp_path / "demo.gguf", "gguf")
     assert asked == [print]
     assert resolve_model("./demo").kind == "huggingface"
+
+
+def test_tiny_mtp_is_part_of_the_package(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(model_source, "TINY_PATH", checkpoint)
+    source = resolve_model("tiny-mtp")
+    assert (source.name, source.path, source.kind) == ("tiny-mtp", checkpoint, "huggingface")
+    monkeypatch.setattr(model_source, "TINY_PATH", tmp_path / "gone")
+    with pytest.raises(ConfigError) as caught:
+        resolve_model("tiny-mtp")
+    assert str(caught.value) == (
+        f"model 'tiny-mtp' is part of the package, and {tmp_path / 'gone'} is not there; install"
+        " unisono again"
+    )
 
 
 @pytest.mark.parametrize(
