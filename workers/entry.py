@@ -32,7 +32,7 @@ def main() -> None:
     """A child of our launcher: orders come over stdin."""
     orders, parent_pid = read_orders(WorkerOrders)
     die_with_parent(parent_pid)
-    _end(_run_rank(orders, None))
+    end_at_once(_run_rank(orders, None))
 
 
 def main_in_cluster() -> None:
@@ -42,7 +42,7 @@ def main_in_cluster() -> None:
 
     store = open_store(os.environ)
     orders = from_json(WorkerOrders, store.get(ORDERS_KEY).decode())
-    _end(_run_rank(replace(orders, rank=int(os.environ["RANK"])), store))
+    end_at_once(_run_rank(replace(orders, rank=int(os.environ["RANK"])), store))
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
@@ -82,7 +82,7 @@ def _run_rank(orders: WorkerOrders, store: dist.Store | None) -> int:
     return 0
 
 
-def _end(code: int) -> NoReturn:
+def end_at_once(code: int) -> NoReturn:
     """Leave without Python's own end, which takes torch apart for half a second, in vain."""
     logging.shutdown()
     sys.stdout.flush()

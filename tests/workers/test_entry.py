@@ -40,7 +40,7 @@ def test_what_was_said_is_out_before_a_rank_ends_at_once():
     code = (
         "import atexit, logging; from unisono.workers import entry\n"
         "logging.basicConfig(); logging.warning('logged'); print('said', end='')\n"
-        "atexit.register(print, 'taken apart'); entry._end(3)"
+        "atexit.register(print, 'taken apart'); entry.end_at_once(3)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (3, "said", "WARNING:root:logged\n")
