@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unisono.launcher.roofline import CARDS, ITEM_BYTES, kv_bytes, state_bytes, weight_bytes
+from unisono.launcher.roofline import (
+    CARDS,
+    ITEM_BYTES,
+    kv_bytes,
+    read_bytes,
+    state_bytes,
+    weight_sizes,
+)
 from unisono.models.config import ModelConfig
 from unisono.models.partition import ModelPartition, legal_rank_counts
 
@@ -74,9 +82,11 @@ def make_report(
 ) -> Report:
     """Compute the report from numbers alone."""
     config = partition.config
-    context = min(CONTEXT_TOKENS, max_model_len)
+    context, item_bytes = min(CONTEXT_TOKENS, max_model_len), ITEM_BYTES[dtype]
+    drafting = replace(partition, drafts=config.num_mtp_layers > 0)
+    sizes = [weight_sizes(drafting, rank, item_bytes) for rank in range(partition.ranks)]
     ranks = tuple(
-        _share_of(partition, rank, ITEM_BYTES[dtype], context) for rank in range(partition.ranks)
+        _share_of(partition, rank, item_bytes, context, each) for rank, each in enumerate(sizes)
     )
     per_token = sum(share.kv_bytes_per_token for share in ranks)
     slowest = max(share.streamed_bytes for share in ranks)
@@ -92,7 +102,7 @@ def make_report(
         kv_bytes_per_token=per_token,
         kv_bytes_of_max_model_len=per_token * max_model_len,
         state_bytes_per_request=sum(share.state_bytes_per_request for share in ranks),
-        draft_weight_bytes=_mtp_weight_bytes(partition, ITEM_BYTES[dtype]),
+        draft_weight_bytes=sum(sum(_split(each)[1].values()) for each in sizes),
         draft_kv_bytes_per_token=per_token // partition.num_kv_layers * bool(config.num_mtp_layers),
         legal_rank_counts=legal_rank_counts(config),
         context_tokens=context,
@@ -103,12 +113,16 @@ def make_report(
     )
 
 
-def _share_of(partition: ModelPartition, rank: int, item_bytes: int, context: int) -> RankShare:
+def _share_of(
+    partition: ModelPartition, rank: int, item_bytes: int, context: int, sizes: Mapping[str, int]
+) -> RankShare:
+    """`sizes`: of the weights, those of the MTP layer among them if the model has one."""
     config = partition.config
+    held = sizes if partition.drafts else _split(sizes)[0]
     start, stop = partition.kv_heads.ranges[rank]
     kv_per_token = 2 * partition.num_kv_layers * (stop - start) * config.head_dim * item_bytes
     state = state_bytes(partition, rank, item_bytes)
-    streamed = weight_bytes(partition, rank, item_bytes) + 2 * state
+    streamed = read_bytes(config, held) + 2 * state
     return RankShare(
         rank=rank,
         query_heads=partition.heads.ranges[rank],
@@ -124,18 +138,17 @@ def _share_of(partition: ModelPartition, rank: int, item_bytes: int, context: in
         key_heads=partition.key_heads.ranges[rank],
         value_heads=partition.value_heads.ranges[rank],
         vocab_rows=partition.vocab.ranges[rank],
-        weight_bytes=sum(spec.nbytes(item_bytes) for spec in partition.weights(rank)),
+        weight_bytes=sum(held.values()),
         kv_bytes_per_token=kv_per_token,
         state_bytes_per_request=state,
         streamed_bytes=streamed + int(kv_bytes(partition, rank, item_bytes, context)),
     )
 
 
-def _mtp_weight_bytes(partition: ModelPartition, item_bytes: int) -> int:
-    """Bytes of the MTP layer on all ranks, whether `partition` has it or not."""
-    drafting = replace(partition, drafts=partition.config.num_mtp_layers > 0)
-    specs = (spec for rank in range(partition.ranks) for spec in drafting.weights(rank))
-    return sum(spec.nbytes(item_bytes) for spec in specs if spec.name.startswith("mtp."))
+def _split(sizes: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """The model's own tensors, and those of its MTP layer."""
+    mtp = {name: size for name, size in sizes.items() if name.startswith("mtp.")}
+    return {name: size for name, size in sizes.items() if name not in mtp}, mtp
 
 
 def _facts(config: ModelConfig) -> dict[str, Any]:

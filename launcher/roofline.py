@@ -10,7 +10,7 @@ never less than the floor.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,8 +49,16 @@ MEASURED = {"NVIDIA H200": H200_COPY}
 
 def weight_bytes(partition: ModelPartition, rank: int, item_bytes: int) -> int:
     """Bytes of weights that `rank` reads in a step."""
-    config = partition.config
-    sizes = {spec.name: spec.nbytes(item_bytes) for spec in partition.weights(rank)}
+    return read_bytes(partition.config, weight_sizes(partition, rank, item_bytes))
+
+
+def weight_sizes(partition: ModelPartition, rank: int, item_bytes: int) -> dict[str, int]:
+    """Bytes of each tensor's part on `rank`. Of many experts on many ranks it takes seconds."""
+    return {spec.name: spec.nbytes(item_bytes) for spec in partition.weights(rank)}
+
+
+def read_bytes(config: ModelConfig, sizes: Mapping[str, int]) -> int:
+    """Bytes of the tensors with these `weight_sizes` that a step reads."""
     unread = 0 if config.tie_word_embeddings else sizes[_EMBEDDING]
     if experts := config.experts:
         mixture = sum(size for name, size in sizes.items() if _EXPERTS in name)

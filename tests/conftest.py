@@ -160,6 +160,7 @@ class _Session:
         # pytest's own directories outlive the run, so that a failure can be looked into.
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         self._directory = Path(tempfile.mkdtemp(prefix="ut-"))
+        self._others = _pids()
         self._mark = uuid.uuid4().hex
         os.environ["TMPDIR"] = tempfile.tempdir = str(self._directory)
         os.environ[SESSION_MARK] = self._mark
@@ -195,19 +196,45 @@ class _Session:
         return frozenset(map(_name_of, self._marked()))
 
     def _marked(self) -> list[Any]:
-        """Processes with the mark of this run, whoever is their parent now."""
-        if not _HAS_PSUTIL:
+        """Processes with the mark of this run, whoever is their parent now.
+
+        Two looks a test: what was there before the run, or once had another environment, is passed
+        over while it lives.
+        """
+        pids = _pids()
+        self._others &= pids
+        new = [process for pid in pids - self._others if (process := _process(pid))]
+        if not new:
             return []
         import psutil
 
         children = set(psutil.Process().children(recursive=True))
-        return [
-            process
-            for process in psutil.process_iter()
-            if process.pid != os.getpid()
-            and (process in children or _environ_of(process).get(SESSION_MARK) == self._mark)
-            and _is_ours(process)
-        ]
+        marked = []
+        for process in new:
+            environ = _environ_of(process)
+            if process in children or environ.get(SESSION_MARK) == self._mark:
+                marked.append(process)
+            elif environ:
+                self._others.add(process.pid)
+        return [process for process in marked if _is_ours(process)]
+
+
+def _pids() -> set[int]:
+    """Of all processes but this one; none where nobody can look."""
+    if not _HAS_PSUTIL:
+        return set()
+    import psutil
+
+    return {*psutil.pids()} - {os.getpid()}
+
+
+def _process(pid: int) -> Any:
+    import psutil
+
+    try:
+        return psutil.Process(pid)
+    except psutil.Error:
+        return None
 
 
 def _environ_of(process: Any) -> dict[str, str]:

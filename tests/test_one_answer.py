@@ -91,10 +91,11 @@ def rows_keep_their_bits(name: str, op: Callable[[Tensor], Tensor], x: Tensor) -
     """op(x)[a:b] has the bits of op(x[a:b]) for pieces of every size at every offset."""
     whole = op(x)
     rows = len(x)
-    for count in sorted(
-        {1, 2, 3, 4, 5, 7, 8, 13, 16, 31, 33, 63, 64, 65, rows - 1} & {*range(rows)}
-    ):
-        for first in sorted({0, 1, 3, rows - count}):
+    # Of few rows, where each costs much, one size on either side of a power of two.
+    sizes = {1, 2, 3, 8} if rows <= 10 else {1, 2, 3, 4, 5, 7, 8, 13, 16, 31, 33, 63, 64, 65}
+    places = {0, 3} if rows <= 10 else {0, 1, 3}
+    for count in sorted((sizes | {rows - 1}) & {*range(rows)}):
+        for first in sorted({place for place in places if place + count <= rows} | {rows - count}):
             piece = op(x[first : first + count].clone())
             assert_same_bits(
                 f"{name} rows {first}:{first + count}", piece, whole[first : first + count]
@@ -529,14 +530,16 @@ _PENDING_SHAPES = [
 def test_tokens_held_back_from_a_state(
     backend: str, dtype: torch.dtype, shape: delta_rig.Shape, state_dtype: torch.dtype
 ) -> None:
-    """States and accepted tokens as token by token: with 1 to 8 drafts, by scripts of how many are
-    made and accepted, beside rows without any, and again after a pre-emption."""
+    """B38, B39: states and accepted tokens as token by token: with 1 to 8 drafts, by scripts of
+    how many are made and accepted, beside rows without any, and again after a pre-emption."""
     lengths = [(1, 27), (2, 20), (3, 22), (64, 80), (70, 96), (130, 150)]
     if backend == "interpreter":
         lengths = [(1, 13), (3, 12), (66, 76)]
     layer = delta_rig.Layer(ops_of(backend), shape, lengths, dtype, state_dtype, device_of(backend))
     walks = [pending_rig.Walk.of(layer, i) for i in range(len(lengths))]
-    for num_drafts in (1, 3) if backend == "interpreter" else range(1, 9):
+    # Of the interpreter's two shapes one drafts the fewest, and one rounds what it holds back.
+    few = [1] if state_dtype == torch.float32 else [3]
+    for num_drafts in few if backend == "interpreter" else range(1, 9):
         layer.keep_pending(num_drafts)
         patterns = random.choices(pending_rig.PATTERNS, k=len(lengths))
         run_in_company(pending_rig.Drafting(layer, walks), num_drafts, patterns)
@@ -627,7 +630,7 @@ def test_mlp_layer(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_delta_net_with_drafts(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
-    """An answer to 5 tokens: token by token, and in rows of up to 4 of which some are kept."""
+    """B39: an answer to 5 tokens, token by token and in rows of up to 4 of which some are kept."""
     config = ModelConfig(
         family="qwen3_next",
         vocab_size=199,
@@ -684,33 +687,36 @@ def test_delta_net_with_drafts(dtype: torch.dtype, state_dtype: torch.dtype) -> 
 # ---------------------------------------------------------------- the model
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2-sliding", "qwen3", "qwen3-next"])
+MODELS = ("llama", "qwen2-sliding", "qwen3", "qwen3-next")
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp(request.param)
+    directory = tmp_path_factory.mktemp("models") / request.param
     write_checkpoint(request.param, directory)
     return directory
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_model_alone_and_in_company(checkpoint: Path, tp: int, dtype: str) -> None:
+ONE_OR_TWO_RANKS = pytest.mark.parametrize("turn", [0, 1], ids=["float32", "bfloat16"])
+"""Both dtypes of each model, and one or two ranks with each in turn from model to model."""
+
+
+def ranks_of(model: Path, turn: int) -> int:
+    return 1 + (MODELS.index(model.name) + turn) % 2
+
+
+@ONE_OR_TWO_RANKS
+def test_model_alone_and_in_company(checkpoint: Path, turn: int) -> None:
     """Solo and in random batches, with prompts cut anywhere: same tokens, same logits' bits."""
+    tp, dtype = ranks_of(checkpoint, turn), ("float32", "bfloat16")[turn]
     prompts = [random_ids(count, seed=count) for count in (1, 2, 12, 63, 64, 65, 90, 100)]
     engine = LocalEngine(checkpoint, tp=tp, dtype=dtype, max_model_len=128)
     solo = [engine.generate([prompt], max_tokens=10)[0] for prompt in prompts]
     for max_step_tokens in (64, 150, 2048):
-        crowded = LocalEngine(
-            checkpoint,
-            tp=tp,
-            dtype=dtype,
-            max_model_len=128,
-            max_step_tokens=max_step_tokens,
-            max_requests=5,
-        )
+        limits = {"max_step_tokens": max_step_tokens, "max_requests": 5}
         arrivals = [random.randint(0, 6) for _ in prompts]
-        for alone, answer in zip(
-            solo, crowded.generate(prompts, max_tokens=10, arrivals=arrivals), strict=True
-        ):
+        answers = engine.generate(prompts, max_tokens=10, arrivals=arrivals, scheduling=limits)
+        for alone, answer in zip(solo, answers, strict=True):
             assert answer.token_ids == alone.token_ids
             assert_same_bits("logits", torch.stack(answer.logits), torch.stack(alone.logits))
 
@@ -738,24 +744,25 @@ def test_model_with_attention_by_the_formula(checkpoint: Path, dtype: str) -> No
         assert_same_bits("logits", torch.stack(answer.logits), torch.stack(alone.logits))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_model_after_a_prefix_hit_and_after_pre_emption(checkpoint: Path, dtype: str) -> None:
+@ONE_OR_TWO_RANKS
+def test_model_after_a_prefix_hit_and_after_pre_emption(checkpoint: Path, turn: int) -> None:
     """With KV that others left, and computed again from the start: same logits' bits."""
+    tp, dtype = ranks_of(checkpoint, turn), ("float32", "bfloat16")[turn]
     stem = random_ids(140, seed=1)
     prompts = [stem[:120], stem[:128], stem[:70] + random_ids(50, seed=2), stem]
-    plain = LocalEngine(checkpoint, tp=2, dtype=dtype, max_model_len=200, prefix_cache=False)
-    solo = [plain.generate([prompt], max_tokens=30)[0] for prompt in prompts]
+    plain = LocalEngine(checkpoint, tp=tp, dtype=dtype, max_model_len=200, prefix_cache=False)
+    solo = [plain.generate([prompt], max_tokens=20)[0] for prompt in prompts]
     for prefix_cache in (False, True):
         crowded = LocalEngine(
             checkpoint,
-            tp=2,
+            tp=tp,
             dtype=dtype,
             max_model_len=200,
             num_blocks=5,
             max_step_tokens=100,
             prefix_cache=prefix_cache,
         )
-        answers = crowded.generate(prompts, max_tokens=30, arrivals=[0, 3, 5, 9])
+        answers = crowded.generate(prompts, max_tokens=20, arrivals=[0, 3, 5, 9])
         assert crowded.num_preemptions > 0
         assert any(crowded.num_cached_tokens) is prefix_cache
         for alone, answer in zip(solo, answers, strict=True):
@@ -802,11 +809,11 @@ def test_sampled_answers_after_a_prefix_hit_and_after_pre_emption(checkpoint: Pa
     ]
     plain = LocalEngine(checkpoint, tp=2, max_model_len=200, prefix_cache=False)
     crowded = LocalEngine(checkpoint, tp=2, max_model_len=200, num_blocks=5, max_step_tokens=100)
-    answers = crowded.generate(prompts, max_tokens=30, arrivals=[0, 3, 5, 9], params=params)
+    answers = crowded.generate(prompts, max_tokens=22, arrivals=[0, 3, 5, 9], params=params)
     assert crowded.num_preemptions > 0
     assert any(crowded.num_cached_tokens)
     for prompt, recipe, answer in zip(prompts, params, answers, strict=True):
-        alone = plain.generate([prompt], max_tokens=30, params=[recipe])[0]
+        alone = plain.generate([prompt], max_tokens=22, params=[recipe])[0]
         assert answer.token_ids == alone.token_ids
 
 

@@ -72,8 +72,9 @@ def test_company_and_chunks_change_no_token(
     assert tokens_of(engine.generate(prompts()[::-1], NUM_TOKENS)) == plain[::-1]
 
 
-@pytest.mark.parametrize("max_step_tokens", [64, 130, 2048])
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize(
+    ("max_step_tokens", "prefix_cache"), [(64, True), (130, True), (130, False), (2048, False)]
+)
 def test_a_resumed_request_goes_on_as_if_nothing_had_been(
     plain: list[list[int]], max_step_tokens: int, prefix_cache: bool
 ) -> None:
@@ -83,8 +84,9 @@ def test_a_resumed_request_goes_on_as_if_nothing_had_been(
     assert engine.num_preemptions > 2
 
 
-@pytest.mark.parametrize("num_states", [9, 12, 40])
-@pytest.mark.parametrize("max_step_tokens", [64, 2048])
+@pytest.mark.parametrize(
+    ("num_states", "max_step_tokens"), [(9, 64), (12, 2048), (40, 64), (9, 2048)]
+)
 def test_a_hit_starts_from_a_snapshot(num_states: int, max_step_tokens: int) -> None:
     family = random_ids(250, CONFIG.vocab_size)
     [said] = alone([family[:150]], 40)
@@ -131,8 +133,8 @@ def test_sampled_answers_and_prompt_logprobs_too(plain: list[list[int]]) -> None
 
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3])
 def test_the_aborted_leave_no_trace(plain: list[list[int]], max_in_flight: int) -> None:
-    """Requests go in mid-prompt and mid-answer, and with a step in flight that names their state;
-    others take their slots at once."""
+    """B40: requests go in mid-prompt and mid-answer, and with a step in flight that names their
+    state; others take their slots at once."""
     engine = RecurrentEngine(
         **MOST, max_requests=2, num_states=3, max_step_tokens=64, max_in_flight=max_in_flight
     )
@@ -186,7 +188,7 @@ def opening(step: int, slots: Sequence[int], tokens: Sequence[Sequence[int]]) ->
 
 
 def test_a_prompt_of_one_token_starts_empty_and_touches_no_neighbour() -> None:
-    """It is no decode of whatever its slot held before, nor of another's."""
+    """B47: it is no decode of whatever its slot held before, nor of another's."""
     engine = RecurrentEngine(**MOST, max_requests=3, num_states=3)
     engine.step(opening(1, [1, 2, 3], [random_ids(n, 300, seed=n) for n in (70, 80, 5)]))
     [rank] = engine.ranks

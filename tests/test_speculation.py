@@ -103,7 +103,7 @@ def test_every_number_of_drafts_with_every_length(
 def drafts_change_nothing(
     path: Path, model: Copying, num_drafts: int, lengths: Sequence[int]
 ) -> None:
-    """With ends of text and limits; all at a time, prompts in chunks, then some alone."""
+    """B42: with ends of text and limits; all at a time, prompts in chunks, then some alone."""
     asked, ends = prompts(lengths), [model.answer(p[-1], 9)[-1] for p in prompts((3, 63))]
     plain = LocalEngine(path).generate(asked, max_tokens=12, eos_token_ids=ends)
     assert {answer.reason for answer in plain} == {"stop", "length"}
@@ -188,7 +188,8 @@ def test_drafts_stop_at_the_longest_request(
 def test_the_number_changes_from_step_to_step(
     erring: tuple[Path, Copying], max_in_flight: int, state_dtype: str
 ) -> None:
-    """Some steps without drafts, some with fewer than were made, planned ahead of results."""
+    """B38, B44: some steps without drafts, some with fewer than were made, planned ahead of
+    results."""
     path, _ = erring
     asked = prompts((1, 2, 9, 64, 65))
     options: dict[str, Any] = {"state_dtype": state_dtype, "max_model_len": 120}
@@ -218,8 +219,25 @@ def test_pre_emption_prefix_hits_and_leavers(erring: tuple[Path, Copying]) -> No
         same([answers[number] for number in stayed], [plain[number] for number in stayed])
 
 
+@pytest.mark.parametrize("max_in_flight", [2, 3])
+def test_a_row_in_vain_touches_no_other_state(
+    erring: tuple[Path, Copying], max_in_flight: int
+) -> None:
+    """B40: an answer ends among accepted drafts, with steps in flight that name its slot and state,
+    which the next request takes at once."""
+    path, model = erring
+    asked = prompts((1, 2, 9, 12, 63, 65, 66))
+    ends = [model.answer(prompt[-1], 3 + i)[-1] for i, prompt in enumerate(asked)]
+    plain = LocalEngine(path).generate(asked, max_tokens=12, eos_token_ids=ends)
+    assert all(answer.reason == "stop" for answer in plain)
+    engine = LocalEngine(
+        path, num_drafts=3, max_requests=2, num_states=2, max_in_flight=max_in_flight
+    )
+    same(engine.generate(asked, max_tokens=12, eos_token_ids=ends), plain)
+
+
 def test_what_is_sampled_does_not_depend_on_drafts(erring: tuple[Path, Copying]) -> None:
-    """Noise, filters, penalties, biases and late ids at every place of a chain."""
+    """B71: noise, filters, penalties, biases and late ids at every place of a chain."""
     path, _ = erring
     params = [
         SamplingParams(temperature=1.0, seed=1),
@@ -237,6 +255,7 @@ def test_what_is_sampled_does_not_depend_on_drafts(erring: tuple[Path, Copying])
 
 
 def test_log_probabilities_are_those_of_accepted_tokens(erring: tuple[Path, Copying]) -> None:
+    """B72: with drafts as without, by bits."""
     path, _ = erring
     params = [
         SamplingParams(logprobs=2, prompt_logprobs=1),
@@ -252,20 +271,46 @@ def test_log_probabilities_are_those_of_accepted_tokens(erring: tuple[Path, Copy
         assert answer.prompt_logprobs == wanted.prompt_logprobs
 
 
-@pytest.mark.parametrize("name", DRAFTING)
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("name", "temperature", "num_drafts"),
+    [
+        *((DRAFTING[0], 0.7, 1), (DRAFTING[1], 0.0, 2), (DRAFTING[2], 0.7, 3)),
+        *((DRAFTING[0], 0.0, 4), (DRAFTING[1], 0.7, 8), (DRAFTING[2], 0.0, 8)),
+    ],
+)
 def test_a_layer_that_is_always_right_is_always_accepted(
-    name: str, temperature: float, tmp_path: Path
+    name: str, temperature: float, num_drafts: int, tmp_path: Path
 ) -> None:
-    """Also of drawn tokens: drafts are drawn with the noise of their place."""
+    """B48, B54, B55: at every place of a chain, and of drawn tokens too: drafts are drawn with the
+    noise of their place."""
     write_copying_mtp(name, tmp_path, silent=True)
     params = [SamplingParams(temperature=temperature, seed=1)] * 3
-    engine = LocalEngine(tmp_path, num_drafts=3)
+    engine = LocalEngine(tmp_path, num_drafts=num_drafts)
     plain = LocalEngine(tmp_path).generate(prompts((1, 9, 65)), max_tokens=25, params=params)
     same(engine.generate(prompts((1, 9, 65)), max_tokens=25, params=params), plain)
     assert engine.accepted == engine.drafted
-    # The first token comes with the prompt, then 4 a step.
-    assert [each[0] for each in engine.drafted] == [6, 6, 6]
+    # The first token comes with the prompt, then one more a step than drafts.
+    assert [each[0] for each in engine.drafted] == [-(-24 // (num_drafts + 1))] * 3
+
+
+def test_a_talk_of_twelve_turns(tmp_path: Path) -> None:
+    """B43: each turn starts from snapshots of the turns before, and to the last no answer changes
+    and no draft is wrong."""
+    model = write_copying_mtp("qwen3-next", tmp_path)
+    talk: list[int] = []
+    asked, answers = [], []
+    for turn in range(12):
+        asked.append(talk + random_ids(20, VOCABULARY, seed=turn))
+        answers.append(model.answer(asked[-1][-1], 12))
+        talk = asked[-1] + answers[-1]
+    arrivals = [20 * turn for turn in range(12)]
+    plain = LocalEngine(tmp_path, max_model_len=400).generate(asked, 12, arrivals)
+    assert [answer.token_ids for answer in plain] == answers
+    engine = LocalEngine(tmp_path, max_model_len=400, num_drafts=3)
+    same(engine.generate(asked, 12, arrivals), plain)
+    assert engine.num_cached_tokens[-1] > 64
+    assert engine.accepted == engine.drafted
+    assert all(map(sum, engine.drafted))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +327,8 @@ def test_a_layer_that_is_always_right_is_always_accepted(
 def test_drafted_tokens_are_drawn_from_the_exact_distribution(
     recipe: dict[str, Any], num_draws: int, tmp_path: Path
 ) -> None:
-    """Three tokens, of which two were drafted: chi-square over what can come of them together."""
+    """B43, B54: three tokens, of which two were drafted: chi-square over what can come of them
+    together."""
     write_copying_mtp("qwen3.5", tmp_path, silent=True)
     prompt = random_ids(9, VOCABULARY, seed=9)
     exact = {(): 1.0}

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from unisono.workers.channel import Peer
-from unisono.workers.entry import prepare_environment
+from unisono.workers.entry import end_at_once, prepare_environment
 from unisono.workers.orders import die_with_parent, read_orders
 from unisono.workers.timings import BenchDone, BenchFailed, BenchOrders, CaseTime, Machine
 
@@ -35,6 +35,7 @@ def main() -> None:
             bench.run()
         except Exception as error:
             peer.send(BenchFailed(phase=bench.phase, message=f"{type(error).__name__}: {error}"))
+    end_at_once(0)
 
 
 class _Bench:

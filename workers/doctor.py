@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from unisono.workers.channel import Peer
-from unisono.workers.entry import prepare_environment
+from unisono.workers.entry import end_at_once, prepare_environment
 from unisono.workers.orders import die_with_parent, read_orders
 from unisono.workers.probes import (
     PROBE_COMMANDS,
@@ -70,6 +70,7 @@ def main() -> None:
         if measured is not None:
             peer.send(measured(collectives))
             _answer_pings(peer)
+    end_at_once(0)
 
 
 def _measure_machine(

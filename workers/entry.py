@@ -12,7 +12,7 @@ import sys
 from collections.abc import MutableMapping
 from dataclasses import replace
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from unisono.workers.channel import Peer, from_json, to_json
 from unisono.workers.orders import WorkerOrders, die_with_parent, read_orders
@@ -32,7 +32,7 @@ def main() -> None:
     """A child of our launcher: orders come over stdin."""
     orders, parent_pid = read_orders(WorkerOrders)
     die_with_parent(parent_pid)
-    sys.exit(_run_rank(orders, None))
+    end_at_once(_run_rank(orders, None))
 
 
 def main_in_cluster() -> None:
@@ -42,7 +42,7 @@ def main_in_cluster() -> None:
 
     store = open_store(os.environ)
     orders = from_json(WorkerOrders, store.get(ORDERS_KEY).decode())
-    sys.exit(_run_rank(replace(orders, rank=int(os.environ["RANK"])), store))
+    end_at_once(_run_rank(replace(orders, rank=int(os.environ["RANK"])), store))
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
@@ -80,6 +80,14 @@ def _run_rank(orders: WorkerOrders, store: dist.Store | None) -> int:
             # A broken group cannot be left politely: its destructor may wait for dead peers.
             os._exit(1)
     return 0
+
+
+def end_at_once(code: int) -> NoReturn:
+    """Leave without Python's own end, which takes torch apart for half a second, in vain."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _obey(orders: WorkerOrders, store: dist.Store | None, peer: Peer, report: Reporter) -> None:

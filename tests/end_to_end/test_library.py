@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,41 +33,45 @@ async def cancelled(llm: LLM) -> None:
         await task
 
 
-def test_every_way_to_ask_gives_the_same_answer() -> None:
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
     with LLM("demo", max_model_len=256) as llm:
-        alone = [llm.generate(prompt, SHORT)[0] for prompt in PROMPTS]
-
-        async def together() -> list[tuple[str, str]]:
-            [*streams, _] = await asyncio.gather(
-                *(read(llm, prompt) for prompt in PROMPTS), cancelled(llm)
-            )
-            return streams
-
-        assert asyncio.run(together()) == [(each.text, each.digest) for each in alone]
-
-        stop = alone[0].text[8:12]
-        with llm.stream(PROMPTS[0], SamplingParams(max_tokens=12, stop=(stop,))) as stream:
-            text = "".join(piece.text for piece in stream)
-        answer = stream.answer
-        assert answer is not None
-        assert text == answer.text == alone[0].text.partition(stop)[0]
-        assert answer.finish_reason == "stop"
-        count = len(answer.token_ids)
-        assert answer.token_ids == alone[0].token_ids[:count]
-        assert 0 < answer.first_token_s <= answer.total_s
-        assert answer.token_s > 0 or count == 1
+        yield llm
 
 
-def test_cached_tokens_are_told_also_where_a_stop_string_ends_the_answer() -> None:
+def test_every_way_to_ask_gives_the_same_answer(llm: LLM) -> None:
+    alone = [llm.generate(prompt, SHORT)[0] for prompt in PROMPTS]
+
+    async def together() -> list[tuple[str, str]]:
+        [*streams, _] = await asyncio.gather(
+            *(read(llm, prompt) for prompt in PROMPTS), cancelled(llm)
+        )
+        return streams
+
+    assert asyncio.run(together()) == [(each.text, each.digest) for each in alone]
+
+    stop = alone[0].text[8:12]
+    with llm.stream(PROMPTS[0], SamplingParams(max_tokens=12, stop=(stop,))) as stream:
+        text = "".join(piece.text for piece in stream)
+    answer = stream.answer
+    assert answer is not None
+    assert text == answer.text == alone[0].text.partition(stop)[0]
+    assert answer.finish_reason == "stop"
+    count = len(answer.token_ids)
+    assert answer.token_ids == alone[0].token_ids[:count]
+    assert 0 < answer.first_token_s <= answer.total_s
+    assert answer.token_s > 0 or count == 1
+
+
+def test_cached_tokens_are_told_also_where_a_stop_string_ends_the_answer(llm: LLM) -> None:
     prompt = "The sea is wide and deep. " * 20
-    with LLM("demo", max_model_len=256) as llm:
-        [first] = llm.generate(prompt, SHORT)
-        [again] = llm.generate(prompt, SHORT)
-        cut = SamplingParams(max_tokens=12, stop=(first.text[2:6],))
-        with llm.stream(prompt, cut, priority=3) as stream:
-            assert list(stream)
-        with pytest.raises(ConfigError, match=r"--priority 4294967296: must be at least"):
-            llm.generate(prompt, SHORT, priority=2**32)
+    [first] = llm.generate(prompt, SHORT)
+    [again] = llm.generate(prompt, SHORT)
+    cut = SamplingParams(max_tokens=12, stop=(first.text[2:6],))
+    with llm.stream(prompt, cut, priority=3) as stream:
+        assert list(stream)
+    with pytest.raises(ConfigError, match=r"--priority 4294967296: must be at least"):
+        llm.generate(prompt, SHORT, priority=2**32)
     shared = (first.num_prompt_tokens - 1) // 64 * 64
     assert shared > 0
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, shared)

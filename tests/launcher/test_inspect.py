@@ -221,8 +221,14 @@ def test_the_page_fits_100_columns(ranks, big):
     assert_fits(tiny_model(**BIG) if big else tiny_model(), ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 16])
-@pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b"])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        *(("qwen3.5-27b", ranks) for ranks in (1, 3, 16)),
+        *(("qwen3.5-35b-a3b", ranks) for ranks in (1, 16)),
+        *(("qwen3-next-80b-a3b", ranks) for ranks in (1, 3)),
+    ],
+)
 def test_the_page_of_a_hybrid_fits_too(name, ranks):
     assert_fits(SHAPES[name], ranks)
 

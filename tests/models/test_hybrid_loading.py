@@ -196,7 +196,7 @@ def test_whoever_drafts_reads_one_mtp_layer_and_names_the_others(drafting: Path)
 
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head", "shared_head.head", "layers.0.x"])
 def test_what_a_drafter_is_not_known_to_have_is_refused(name: str, drafting: Path) -> None:
-    """Another embedding or head than the model's, left out, would cost every draft."""
+    """B49: another embedding or head than the model's, left out, would cost every draft."""
     config, headers = read_model_config(drafting), read_headers(drafting)
     headers[f"mtp.{name}.weight"] = headers["model.embed_tokens.weight"]
     assert f"mtp.{name}.weight" in check_weights(headers, ModelPartition.of(config, 1))

@@ -62,6 +62,7 @@ def oracle(model: Any, mtp: Any, ids: list[int]) -> tuple[Tensor, list[int], Ten
 
 
 def test_pairs_and_chains_equal_transformers_and_ranks_each_other(saved: tuple[Path, Any]) -> None:
+    """B52: of states, logits and choices."""
     path, model = saved
     ids = random_ids(100, model.config.vocab_size)
     states, drafts, logits = oracle(model, oracle_mtp(model), ids)
@@ -197,7 +198,7 @@ def test_a_layer_made_to_copy_drafts_every_answer(name: str, silent: bool, tmp_p
         hidden, answer = rank.forward(prompt), []
         # All that was read counts, but for which token is the likeliest; nothing where silent.
         assert torch.equal(other[-1], hidden[-1]) == silent
-        for i in range(40):
+        for i in range(16):
             logits = rank.whole(rank.model.logits(hidden[-1:]))
             answer.append(int(logits.argmax()))
             drafts, rows = rank.chain([*prompt, *answer], hidden, 8)
@@ -210,6 +211,6 @@ def test_a_layer_made_to_copy_drafts_every_answer(name: str, silent: bool, tmp_p
             if silent and count:
                 after = rank.whole(rank.model.logits(new))
                 assert_close("draft logits", rows[:1], after, 1e-5)
-        assert answer == copying.answer(prompt[-1], 40)
+        assert answer == copying.answer(prompt[-1], 16)
 
     on_ranks(tmp_path, 2, run)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise, product
 
 import pytest
 import torch
@@ -23,6 +23,12 @@ CPU_OPS = dispatch.resolve(torch.device("cpu"), 64)
 BOUND = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 STATE_BOUND = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SHAPES = [Shape(2, 4, 16, 24), Shape(1, 3, 12, 8, 2), Shape(1, 1, 64, 32)]
+WITH_DTYPES = (
+    list(product(SHAPES, kernel_rig.DTYPES))
+    if kernel_rig.IS_GPU
+    else list(zip(SHAPES, cycle(kernel_rig.DTYPES), strict=False))
+)
+"""The interpreter is slow: there each shape has one of the dtypes."""
 REAL_SHAPES = [Shape(16, 32, 128, 128), Shape(4, 12, 128, 128), Shape(2, 2, 64, 256)]
 
 
@@ -68,8 +74,7 @@ def check(
         )
 
 
-@pytest.mark.parametrize("dtype", kernel_rig.DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), WITH_DTYPES, ids=str)
 def test_prompts_and_answers_by_the_ops_of_the_cpu(shape: Shape, dtype: torch.dtype) -> None:
     lengths = [(130, 135), (64, 66), (3, 6), (1, 1)]
     steps = [
@@ -113,7 +118,7 @@ def check_forms(shape: Shape, length: int, strength: float, bound: float) -> Non
 
 @pytest.mark.parametrize("strength", [0.001, 30.0])
 def test_chunked_equals_sequential(strength: float) -> None:
-    check_forms(Shape(1, 2, 16, 24), 140, strength, 1e-5)
+    check_forms(Shape(1, 2, 16, 24), 140 if kernel_rig.IS_GPU else 70, strength, 1e-5)
 
 
 @pytest.mark.gpu
@@ -126,9 +131,9 @@ def test_chunked_equals_sequential_on_the_tensor_core(shape: Shape, strength: fl
 @pytest.mark.parametrize("prompt", [0, 66])
 def test_a_narrow_state_is_rounded_alike_however_it_is_cut(prompt: int) -> None:
     narrow = torch.bfloat16 if kernel_rig.IS_GPU else torch.float16
-    layer, _ = layers_of(Shape(1, 2, 16, 24), [(prompt, 72)], torch.float32, narrow)
-    whole, state = layer.run([Span(0, 0, 72)])[0], layer.state_of(1)
-    cuts = [0, 64, 66, 67, 72] if prompt else [0, 1, 5, 64, 72]
+    cuts = [0, 64, 66, 67, 72] if prompt else [0, 1, 5, 20, 24]
+    layer, _ = layers_of(Shape(1, 2, 16, 24), [(prompt, cuts[-1])], torch.float32, narrow)
+    whole, state = layer.run([Span(0, 0, cuts[-1])])[0], layer.state_of(1)
     spans = [Span(0, a, b - a) for a, b in pairwise(cuts)]
     assert_same_bits("outputs", torch.cat([layer.run([span])[0] for span in spans]), whole)
     for part, got, want in zip(("inputs", "state"), layer.state_of(1), state, strict=True):
@@ -291,8 +296,9 @@ STEPS_WITH_DRAFTS = [
 LENGTHS_WITH_DRAFTS = [(5, 20), (66, 80), (1, 20)]
 
 
-@pytest.mark.parametrize("dtype", kernel_rig.DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [each for each in WITH_DTYPES if each[0] is not SHAPES[2]], ids=str
+)
 def test_tokens_held_back_by_the_ops_of_the_cpu(shape: Shape, dtype: torch.dtype) -> None:
     ours, theirs = layers_of(shape, LENGTHS_WITH_DRAFTS, dtype)
     ours.keep_pending(2)
@@ -308,7 +314,7 @@ def test_tokens_held_back_by_the_ops_of_the_cpu(shape: Shape, dtype: torch.dtype
 
 @pytest.mark.parametrize("names", [["short_conv"], ["delta_rule"]], ids=str)
 def test_a_reference_takes_over_from_a_kernel_what_is_pending(names: list[str]) -> None:
-    layers = [layers_of(SHAPES[0], LENGTHS_WITH_DRAFTS, torch.float32)[0] for _ in range(2)]
+    layers = [layers_of(SHAPES[1], LENGTHS_WITH_DRAFTS, torch.float32)[0] for _ in range(2)]
     mine, other = layers
     other.weight, other.decay, other.dt_bias = mine.weight, mine.decay, mine.dt_bias
     other.requests = mine.requests

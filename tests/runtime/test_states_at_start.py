@@ -52,6 +52,7 @@ WORKER = WorkerConfig(model_path="m", model=CONFIG, tp=2, device="cpu", max_mode
 def test_as_many_requests_run_as_have_a_state(
     tmp_path: Path, offered: tuple[int, int], state_slots: int, at_a_time: int, warning: str
 ) -> None:
+    """B46: as many states are held as are told of."""
     worker = replace(WORKER, state_slots=state_slots)
     place = Path(os.environ.get("TMPDIR", "/tmp")) / tmp_path.name[:24]  # short: it holds sockets
     place.mkdir(exist_ok=True)

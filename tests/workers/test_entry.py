@@ -36,6 +36,16 @@ def test_torch_is_quiet_unless_the_user_asks(given, level):
     assert environ["TORCH_CPP_LOG_LEVEL"] == level
 
 
+def test_what_was_said_is_out_before_a_rank_ends_at_once():
+    code = (
+        "import atexit, logging; from unisono.workers import entry\n"
+        "logging.basicConfig(); logging.warning('logged'); print('said', end='')\n"
+        "atexit.register(print, 'taken apart'); entry.end_at_once(3)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "said", "WARNING:root:logged\n")
+
+
 def test_the_entry_comes_before_torch():
     code = "import sys, unisono.workers.entry; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
