@@ -7,7 +7,7 @@ the device's own time; reading them waits for nothing, since only those are read
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -122,6 +122,10 @@ class TimedOutput(LateOutput):
         tokens = self._output.tokens
         self._timeline.span(Kind.DEVICE_WAIT, began, self._step)
         return tokens
+
+    @property
+    def counts(self) -> Sequence[int]:
+        return self._output.counts
 
 
 class TimedPool(GraphPool):

@@ -116,9 +116,13 @@ def test_the_wait_for_the_device_is_noted(timeline: Timeline) -> None:
         def tokens(self) -> list[int]:
             return [4, 5]
 
+        @property
+        def counts(self) -> list[int]:
+            return [2]
+
     output = TimedOutput(Late(), timeline, 17)
     assert (output.is_ready(), output.tokens) == (False, [4, 5])
-    assert (output.logprobs, output.checksums, output.counts) == (None, None, ())
+    assert (output.logprobs, output.checksums, output.counts) == (None, None, [2])
     [wait] = timeline.recorded().events
     assert (wait.kind, wait.numbers[0]) == (Kind.DEVICE_WAIT, 17)
 
