@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.demo_oracle import demo_oracle
 from tests.end_to_end.command import json_lines, run
-from unisono.launcher.demo_model import demo_model_path
 
 PROMPTS = [
     "What is the capital of France?",
@@ -35,6 +35,8 @@ PROMPTS = [
     "Complete the sentence: Once upon a time, in a small village by a river,",
 ]
 TOKENS = 40
+FEWER = 24
+"""Tokens of an answer on several ranks: past the 64th position for most prompts."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python")
 
 
@@ -45,48 +47,30 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def oracle() -> tuple[Any, Any]:
-    """transformers' model and tokenizer of the demo file, float32."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    path = demo_model_path()
-    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(**where)
-
-
-def generate(prompts_file: Path, *options: str, command: tuple[str, ...] = ()) -> list[Any]:
-    where = {"command": command} if command else {}
-    out, _ = run(
-        "generate",
-        "demo",
-        "--prompts-file",
-        str(prompts_file),
-        "--max-tokens",
-        str(TOKENS),
-        "--dtype",
-        "float32",
-        "--json",
-        *options,
-        **where,
-    )
-    answers = json_lines(out)
+def generate(prompts_file: Path, tp: int, tokens: int) -> list[Any]:
+    limits = ("--max-tokens", str(tokens), "--tp", str(tp))
+    asked = ("--prompts-file", str(prompts_file), "--dtype", "float32", "--json")
+    answers = json_lines(run("generate", "demo", *asked, *limits)[0])
     assert [answer["index"] for answer in answers] == list(range(len(PROMPTS)))
     return answers
 
 
+@pytest.fixture(scope="module")
+def on_two_ranks(prompts_file: Path) -> list[Any]:
+    return generate(prompts_file, 2, FEWER)
+
+
 @pytest.mark.timeout(400)
 def test_twenty_answers_equal_transformers_on_one_two_and_three_ranks(
-    prompts_file: Path, oracle: tuple[Any, Any]
+    prompts_file: Path, on_two_ranks: list[Any]
 ) -> None:
     """Every token is the one that transformers finds likeliest after the same text.
 
     By induction that is its greedy answer: one forward over prompt and answer has the logits of
     every step.
     """
-    model, tokenizer = oracle
-    alone = generate(prompts_file)
+    model, tokenizer = demo_oracle()
+    alone = generate(prompts_file, 1, TOKENS)
     for prompt, answer in zip(PROMPTS, alone, strict=True):
         ids = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True
@@ -100,18 +84,15 @@ def test_twenty_answers_equal_transformers_on_one_two_and_three_ranks(
         assert ended or len(tokens) == TOKENS
         assert answer["finish_reason"] == ("stop" if ended else "length")
         assert answer["text"] == tokenizer.decode(tokens, skip_special_tokens=True)
-    for tp in (2, 3):
-        ranks = generate(prompts_file, "--tp", str(tp))
-        assert [a["token_ids"] for a in ranks] == [a["token_ids"] for a in alone]
+    for ranks in (on_two_ranks, generate(prompts_file, 3, FEWER)):
+        assert [a["token_ids"] for a in ranks] == [a["token_ids"][:FEWER] for a in alone]
 
 
 @pytest.mark.timeout(200)
-def test_log_probabilities_are_those_of_transformers(
-    prompts_file: Path, oracle: tuple[Any, Any]
-) -> None:
+def test_log_probabilities_are_those_of_transformers(prompts_file: Path) -> None:
     """Of every token but the prompt's first: log softmax of its logits, teacher forced, and the
     likeliest five where gaps allow; as many as tokens, and of a greedy answer each the best."""
-    model, tokenizer = oracle
+    model, tokenizer = demo_oracle()
     few = prompts_file.with_name("two.txt")
     few.write_text("\n".join((PROMPTS[0], PROMPTS[12])) + "\n", encoding="utf-8")
     options = ("--logprobs", "5", "--prompt-logprobs", "5", "--max-tokens", "12", "--json", "--raw")
@@ -140,16 +121,16 @@ def test_log_probabilities_are_those_of_transformers(
 
 
 @pytest.mark.timeout(200)
-def test_torchrun_gives_the_answer_of_our_launcher(prompts_file: Path) -> None:
+def test_torchrun_gives_the_answer_of_our_launcher(
+    prompts_file: Path, on_two_ranks: list[Any]
+) -> None:
     few = prompts_file.with_name("few.txt")
     few.write_text("\n".join(PROMPTS[:4]) + "\n", encoding="utf-8")
-    options = ("generate", "demo", "--prompts-file", str(few), "--max-tokens", "32", "--json")
-    out, _ = run(*options, "--tp", "2")
+    limits = ("--max-tokens", str(FEWER), "--dtype", "float32", "--json")
     command = (*TORCHRUN, "--nproc-per-node", "2", sys.executable, "-m", "unisono")
-    torchrun_out, err = run(*options, command=command)
+    out, err = run("generate", "demo", "--prompts-file", str(few), *limits, command=command)
     assert "launched by torchrun, rank 0 of 2" in err
-    ours, theirs = json_lines(out), json_lines(torchrun_out)
-    assert [a["token_ids"] for a in theirs] == [a["token_ids"] for a in ours]
+    assert [a["token_ids"] for a in json_lines(out)] == [a["token_ids"] for a in on_two_ranks[:4]]
 
 
 def test_the_demo_says_paris_on_two_ranks() -> None:
@@ -163,7 +144,7 @@ def test_llm_in_a_script_without_a_main_guard(tmp_path: Path) -> None:
     script.write_text(
         "from unisono import LLM, SamplingParams\n"
         "with LLM('demo', tp=2) as llm:\n"
-        "    params = SamplingParams(max_tokens=24)\n"
+        "    params = SamplingParams(max_tokens=10)\n"
         "    question = {'role': 'user', 'content': 'What is the capital of France?'}\n"
         "    first = llm.chat([question], params)\n"
         "    print(first.text)\n"

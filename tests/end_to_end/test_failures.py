@@ -77,10 +77,6 @@ def test_an_exception_in_a_step_wins_over_what_its_peers_see(model: str, tmp_pat
             "    return original(self, plan)"
         },
     )
-    _, err = run("generate", model, "hello", "--tp", "3", *LONG, env=env, code=1)
-    assert cause(err) == (
-        "unisono: rank 2 failed in phase 'step' (step 5): ValueError: planted in a step"
-    )
     _, err = run("--json-errors", "generate", model, "hello", "--tp", "3", *LONG, env=env, code=1)
     facts = json.loads(last_line(err))
     assert Path(facts["flight"]).is_file()

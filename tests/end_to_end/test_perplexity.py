@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.demo_oracle import demo_oracle
 from tests.end_to_end.command import run
-from unisono.launcher.demo_model import demo_model_path
 
 WINDOW, STRIDE = 96, 48
 TEXT = (
@@ -28,12 +28,7 @@ TEXT = (
 
 def oracle(ids: list[int]) -> tuple[float, int]:
     """Sum and number of the negative log-likelihoods, as transformers' documentation has them."""
-    from transformers import AutoModelForCausalLM
-
-    path = demo_model_path()
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
+    model, _ = demo_oracle()
     total, count, done = 0.0, 0, 0
     for start in range(0, len(ids), STRIDE):
         stop = min(start + WINDOW, len(ids))
@@ -58,20 +53,21 @@ def evaluate(path: Path, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(400)
-def test_the_demo_models_is_transformers_on_any_rank_count(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
+@pytest.mark.parametrize("ranks", [(1, 2), pytest.param((3,), marks=pytest.mark.soak)], ids=str)
+def test_the_demo_models_is_transformers_on_any_rank_count(
+    ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Two ranks hold unequal shares of its nine heads in three groups."""
     path = tmp_path / "text.txt"
     path.write_text(TEXT, encoding="utf-8")
-    demo = demo_model_path()
-    tokenizer = AutoTokenizer.from_pretrained(demo.parent, gguf_file=demo.name)
-    total, count = oracle(tokenizer(TEXT)["input_ids"])
-    results = [evaluate(path, "--tp", str(tp)) for tp in (1, 2, 3)]
+    total, count = oracle(demo_oracle()[1](TEXT)["input_ids"])
+    results = [evaluate(path, "--tp", str(tp)) for tp in ranks]
     for result in results:
         assert result["tokens"] == count
         assert result["bytes"] == len(TEXT.encode())
         assert result["nll"] == pytest.approx(total, rel=1e-4)
         assert result["ppl"] == pytest.approx(math.exp(total / count), rel=1e-3)
     # However the windows are computed together, no bit changes.
-    other = evaluate(path, "--max-requests", "1", "--max-step-tokens", "64")
+    few = ("--max-requests", "1", "--max-step-tokens", "64")
+    other = evaluate(path, "--tp", str(ranks[0]), *few)
     assert (other["nll"], other["digest"]) == (results[0]["nll"], results[0]["digest"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -291,9 +290,9 @@ def failing_runtime(directory: Path, delay_s: float) -> tuple[int, Path]:
 @pytest.mark.chaos
 def test_the_end_of_the_launcher_never_cuts_a_flight() -> None:
     place = Path(os.environ["TMPDIR"])  # short: a socket's path has a limit
-    delays = [0.0, *(random.uniform(0.0, 0.06) for _ in range(43)), *[0.3] * 6]
+    delays = [*(0.003 * i for i in range(21)), *[0.3] * 4]
     with ThreadPoolExecutor(8) as pool:
-        ends = list(pool.map(failing_runtime, [place / f"r{i}" for i in range(50)], delays))
+        ends = list(pool.map(failing_runtime, [place / f"r{i}" for i in range(25)], delays))
     for code, flight in ends:
         if code == -signal.SIGTERM:
             assert not flight.parent.exists(), "it ended before it knew of the fault"
@@ -302,4 +301,4 @@ def test_the_end_of_the_launcher_never_cuts_a_flight() -> None:
             assert read_flight(flight).header.failed.error == "E"
             assert list(flight.parent.iterdir()) == [flight]
             shutil.rmtree(flight.parent)
-    assert sum(code == 1 for code, _ in ends) >= 6
+    assert sum(code == 1 for code, _ in ends) >= 4
