@@ -107,6 +107,9 @@ class Run:
     began: float = field(default_factory=time.perf_counter)
     step: int = 0
     tokens: int = 0
+    least: float = math.inf
+    """Nats a token on held-out text, of the weights that are saved: `best`."""
+    best: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -319,21 +322,28 @@ def leading_right(chosen: Tensor, drafts: list[Tensor]) -> Tensor:
 
 
 def report(run: Run, model: TinyModel) -> tuple[float, list[float]]:
-    """Evaluate, say so, and save; what `evaluate` found."""
+    """Evaluate, say so, and save if no weights before were as good; what `evaluate` found.
+
+    So little text is soon known by heart, and what is held out is not.
+    """
     loss, agreement = evaluate(run, model)
     shares = ", ".join(f"{share:.1%}" for share in agreement)
     print(f"step {run.step}: held out {loss:.3f} nats a token, drafts agree {shares}", flush=True)
-    save(run, loss, shares)
+    if loss < run.least or not run.best:
+        run.least = loss
+        run.best = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        save(run, loss, shares)
     return loss, agreement
 
 
 def finish(run: Run) -> None:
-    """Evaluate the weights as they are saved, save them, and show what they write."""
+    """Evaluate the weights as they would be saved, and show what the saved ones write."""
     with torch.no_grad():
         for tensor in run.model.parameters():
             tensor.copy_(tensor.to(torch.bfloat16))
     seconds = run.seconds
     loss, agreement = report(run, run.model)
+    run.model.load_state_dict(run.best)
     for prompt in PROMPTS:
         text, rate, shares = sample(run, prompt, 10 if run.asked.tiny else 120)
         print(f"--- {rate:.2f} tokens a step, drafts right: {shares}\n{prompt}{text}", flush=True)
@@ -343,6 +353,7 @@ def finish(run: Run) -> None:
         "tokens": run.tokens,
         "epochs": round(run.tokens / len(run.corpus.train), 2),
         "loss": round(loss, 4),
+        "least": round(run.least, 4),
         "agreement": [round(share, 4) for share in agreement],
         "files": {file.name: file.stat().st_size for file in sorted(run.asked.output.iterdir())},
     }

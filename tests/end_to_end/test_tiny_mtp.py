@@ -11,9 +11,9 @@ import pytest
 from tests.end_to_end.command import json_lines, run
 
 PROMPTS = (
-    "def ",
-    "class Reader:\n",
-    "import os\n",
+    "def read(self, path):",
+    "class Reader:",
+    "    def __repr__(self):",
     '    def __init__(self, name):\n        """',
     "for name in sorted(names):\n",
     "def test_",
