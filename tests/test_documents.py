@@ -72,6 +72,12 @@ def test_no_file_names_one_machine(pattern):
     assert found == []
 
 
+def test_no_file_holds_the_two_sides_of_a_merge():
+    marks = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
+    found = [path for path in _text_files() if marks.search(path.read_text(errors="replace"))]
+    assert found == []
+
+
 @pytest.mark.parametrize(
     ("name", "there"),
     [
