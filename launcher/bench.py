@@ -12,6 +12,7 @@ import click
 from unisono.launcher.bench_offline import offline_command
 from unisono.launcher.bench_process import BenchPlan, all_threads, run_bench
 from unisono.launcher.bench_report import WIDTH, Report, output_options, versions, versions_line
+from unisono.launcher.bench_speculate import speculate_command
 from unisono.launcher.bench_step import step_command
 from unisono.launcher.options import option_spec
 from unisono.launcher.resolve import check_device, host_facts, resolve_device
@@ -119,6 +120,7 @@ def _header(machine: Machine, made_with: dict[str, str]) -> Iterator[str]:
     )
 
 
+command.add_command(speculate_command)
 command.add_command(step_command)
 command.add_command(offline_command)
 

@@ -74,6 +74,9 @@ class Got:
     num_replays: int = 0
     """Graphs that the engine had replayed by its end; `eager`: by reason, what else it ran."""
     eager: tuple[tuple[str, int], ...] = ()
+    drafted: Sequence[int] = ()
+    """By place in a chain: drafts of it that were checked; `accepted`: and were right."""
+    accepted: Sequence[int] = ()
 
     @property
     def token_s(self) -> float:
@@ -211,6 +214,7 @@ def _take(answer: Got, event: Delta | Finished | Rejected) -> bool:
             answer.first_token_s, answer.total_s = event.first_token_s, event.total_s
             answer.waited_s, answer.num_preemptions = event.waited_s, event.num_preemptions
             answer.num_replays, answer.eager = event.num_replays, event.eager
+            answer.drafted, answer.accepted = event.drafted, event.accepted
             return True
         case Rejected():
             raise EngineError(f"a request of the benchmark was rejected: {event.message}")

@@ -58,8 +58,8 @@ def _bulk(outputs: int, rows: int, depth: int, warps: int, stages: int) -> Tile:
 
 # Rows: (most outputs, most inputs, tile); the first that holds the weight serves. Narrow weights
 # need narrow tiles, or too few programs pull at the memory at once; the copy engine pulls harder.
-# Measured on an H200 by scripts/tune_linear.py; whole steps of more than 16 rows are slower with the
-# copy engine, though its products alone are not.
+# Measured on an H200 by scripts/tune_linear.py; whole steps of more than 16 rows are slower with
+# the copy engine, though its products alone are not.
 _NARROW: dict[int, tuple[tuple[int, int, Tile], ...]] = {
     16: (
         (960, _ANY, _tile(8, 16, 256, 4, 6)),
