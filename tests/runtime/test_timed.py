@@ -121,7 +121,8 @@ def test_requests_prefix_hits_preemptions_and_aborts_are_told(
     arrived = [event.numbers[:2] for event in of(events, Kind.ARRIVE)]
     assert arrived == [(0, 150), (1, 140), (2, 60), (0, 150)]
     finished = [message for message in clients.sent if hasattr(message, "num_preemptions")]
-    preempted = of(events, Kind.PREEMPT)
+    # The aborted one may have been pre-empted, too, and nobody is told how often.
+    preempted = [event for event in of(events, Kind.PREEMPT) if event.numbers[0] != 2]
     assert len(preempted) == sum(message.num_preemptions for message in finished) > 0
     assert preempted[0].numbers[0] == 1, "the last to come leaves first"
     assert 140 < preempted[0].numbers[1] < 210
