@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unisono.launcher.answering import POLL_S, digest_of
@@ -86,7 +86,11 @@ class Got:
 
 
 def prepare_engine(
-    model: str, options: Mapping[str, Any], what: str, legal: Callable[[int], str]
+    model: str,
+    options: Mapping[str, Any],
+    what: str,
+    legal: Callable[[int], str],
+    forced_acceptance: float = 0.0,
 ) -> Prepared:
     """Resolve everything; raises ConfigError for what a user can get wrong.
 
@@ -103,7 +107,10 @@ def prepare_engine(
         prepared = prepare(model, {**options, "max_model_len": 0}, os.environ, None, fetched)
     if options["max_model_len"] > (limit := prepared.worker.max_model_len):
         raise ConfigError(f"{what}, and the model's limit is {limit}: {legal(limit)}")
-    return prepare(model, options, os.environ)
+    prepared = prepare(model, options, os.environ)
+    worker = replace(prepared.worker, forced_acceptance=forced_acceptance)
+    runtime = replace(prepared.launch.runtime, worker=worker)
+    return replace(prepared, launch=replace(prepared.launch, runtime=runtime))
 
 
 @contextmanager

@@ -45,6 +45,7 @@ ENGINE_OPTIONS = tuple(name for name in OPTIONS if name != "trace")
 """A trace is of one engine; here are several."""
 OFF = "off"
 MOST_DRAFTS = 8
+SYNTHETIC = "synthetic"
 WORTH = 1.02
 """How much faster drafts must be than none to be recommended: less is noise."""
 RANDOM_TOKENS = 64
@@ -72,6 +73,8 @@ class SpeculateBench:
     """As many as the largest batch; smaller ones take the first."""
     repeats: int
     knows_text: bool
+    forced: float
+    """Which part of the drafts is taken for right; 0: the model says."""
 
 
 @click.command("speculate")
@@ -89,6 +92,13 @@ class SpeculateBench:
     "--tokens", type=int, default=128, show_default=True, metavar="N", help="Of each answer."
 )
 @click.option("--temperature", type=float, default=0.0, show_default=True, metavar="X")
+@click.option(
+    "--force-acceptance",
+    type=float,
+    metavar="X",
+    help="Take this share of the drafts for right, whatever the model says, to time random weights:"
+    " a synthetic figure.",
+)
 @click.option("--repeats", type=int, default=3, show_default=True, metavar="N", help="Timed runs.")
 @output_options
 @config_options(*ENGINE_OPTIONS)
@@ -103,11 +113,18 @@ def speculate_command(model: str, **values: Any) -> int:
     report = Report(as_json=values["as_json"], output=values["output"])
     plan = make_plan(model=model, **values)
     first = plan.settings[0][1]
-    asked = f"{len(plan.asked)} prompts, temperature {values['temperature']:g}"
-    facts = describe(first, model, asked)
+    requests = f"{len(plan.asked)} prompts, temperature {values['temperature']:g}"
+    if plan.forced:
+        requests += f", synthetic acceptance {plan.forced:g}"
+    facts = describe(first, model, requests)
     machine = measure_machine(first.worker.device, os.environ)
     show_header(report, facts, machine)
-    if not plan.knows_text:
+    if plan.forced:
+        report.line(
+            f"SYNTHETIC: {plan.forced:g} of the drafts at each place are taken for right, whatever "
+            "the model says; answers mean nothing"
+        )
+    elif not plan.knows_text:
         report.line("random prompts: how many drafts are right says nothing of real text")
     report.line()
     report.line(titles())
@@ -120,14 +137,17 @@ def speculate_command(model: str, **values: Any) -> int:
                 runs = [serve(engine, asked) for _ in range(1 + plan.repeats)]
                 base = next((line for line in lines if line["batch"] == batch), None)
                 lines.append(summary(drafts, batch, runs, base, numerics))
+                if plan.forced and drafts != OFF:
+                    lines[-1] |= dict.fromkeys(("digest", "tokens"), SYNTHETIC)
+                    lines[-1]["same_answers"] = None
                 report.line(line_of(lines[-1]))
     advice = {str(batch): recommended(lines, batch) for batch in plan.batches}
     report.line()
-    for batch, best in advice.items():
-        report.line(f"batch {batch}: {advice_of(lines, int(batch), best)}")
+    for each, best in advice.items():
+        report.line(f"batch {each}: {advice_of(lines, int(each), best)}")
     result = {"bench": "speculate", "recommended": advice, "lines": lines}
-    report.end({**facts, **result, "numerics_of": numerics})
-    check_same(lines, numerics)
+    report.end({**facts, "synthetic": plan.forced, **result, "numerics_of": numerics})
+    check_same([line for line in lines if line["same_answers"] is not None], numerics)
     return 0
 
 
@@ -137,6 +157,9 @@ def make_plan(*, model: str, **values: Any) -> SpeculateBench:
         if values[name] < 1:
             raise ConfigError(f"--{name} {values[name]}: must be at least 1")
     option_spec("temperature").check(values["temperature"])
+    forced = values["force_acceptance"]
+    if forced is not None and not 0 < forced <= 1:
+        raise ConfigError(f"--force-acceptance {forced:g}: must be above 0 and at most 1")
     drafts = _numbers("--drafts", values["drafts"], MOST_DRAFTS)
     batches = _numbers("--batch", values["batch"], None)
     options = {
@@ -155,6 +178,7 @@ def make_plan(*, model: str, **values: Any) -> SpeculateBench:
                 {**options, "max_model_len": longest, "speculate": each},
                 f"--tokens {values['tokens']}: a prompt and its answer may have {longest} tokens",
                 lambda limit: f"choose at most {limit - max(map(len, prompts))}",
+                forced or 0.0,
             ),
         )
         for each in (OFF, *map(str, drafts))
@@ -178,6 +202,7 @@ def make_plan(*, model: str, **values: Any) -> SpeculateBench:
         asked=tuple(asked),
         repeats=values["repeats"],
         knows_text=knows_text,
+        forced=forced or 0.0,
     )
 
 

@@ -144,6 +144,7 @@ class LocalEngine:
         device: torch.device = CPU,
         graphs: bool = False,
         graph_buckets: Sequence[int] = (),
+        forced: float = 0.0,
         max_in_flight: int = 2,
         attn: str = "auto",
         ops_of: Callable[[int, Ops], Ops] = lambda rank, ops: ops,
@@ -158,7 +159,7 @@ class LocalEngine:
         self._load_format = "random" if isinstance(model, ModelConfig) else "auto"
         self._overlay = parse_overlay(overlay, self.config)
         self.partition = ModelPartition.of(self.config, tp, drafts=num_drafts > 0)
-        self._num_drafts, self.policy_of = num_drafts, policy_of
+        self._num_drafts, self.policy_of, self._forced = num_drafts, policy_of, forced
         self.max_model_len = max_model_len
         self._path = "" if isinstance(model, ModelConfig) else str(model)
         self.graph_buckets = tuple(graph_buckets or buckets_up_to(max_requests))
@@ -352,14 +353,16 @@ class LocalEngine:
         if self._graphs:
             sizes = (self._scheduling["max_requests"], self.config.hidden_size, self._dtype)
             buffers = StepBuffers(*sizes, device, self._num_drafts)
-            steps = DraftSteps if self._num_drafts else DecodeSteps
-            decode = steps(
-                *(model, cache, slots, sampler, pool, buffers, self.graph_buckets),
-                *(shape, windows, states),
+            owned = (model, cache, slots, sampler, pool, buffers, self.graph_buckets)
+            where = (shape, windows, states)
+            decode = (
+                DraftSteps(*owned, *where, self._forced)
+                if self._num_drafts
+                else DecodeSteps(*owned, *where)
             )
         speculator = None
         if self._num_drafts:
-            speculator = Speculator(model, ops, slots, builder, sampler)
+            speculator = Speculator(model, ops, slots, builder, sampler, self._forced)
         owned = (cache, slots, builder, sampler, pool, decode, tracer, states, speculator)
         runner = ModelRunner(model, *owned)
         rank = Rank(group, ops, model, cache, states, runner, pool, build)

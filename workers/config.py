@@ -107,6 +107,9 @@ class WorkerConfig:
     reference_ops: tuple[str, ...] = ()
     """Ops that are computed by their references (ops/by_reference.py), to find out which one is at
     fault."""
+    forced_acceptance: float = 0.0
+    """Which part of the drafts is taken for right whatever the model says (workers/speculator.py):
+    to time drafts of random weights. 0: none. The answers are nobody's then."""
 
     @property
     def num_drafts(self) -> int:

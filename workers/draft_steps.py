@@ -26,6 +26,7 @@ from unisono.workers.kv_cache import KVCache
 from unisono.workers.protocol import Rows, SlotSampling, StepPlan
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
+from unisono.workers.speculator import is_forced
 from unisono.workers.state_pool import StatePool, caches_of
 from unisono.workers.step_buffers import RING, Result, StepBuffers
 
@@ -65,7 +66,9 @@ class DraftSteps:
         shape: AttentionShape,
         windows: Iterable[int],
         states: StatePool | None = None,
+        forced: float = 0.0,
     ) -> None:
+        """`forced`: which part of the drafts is taken for right (workers/speculator.py)."""
         # Triton is loaded where there is a GPU only.
         from unisono.ops.kernels import attention, delta_plan, draft_plan
 
@@ -73,7 +76,7 @@ class DraftSteps:
         self._model, self._cache, self._slots = model, cache, slots
         self._sampler, self._graphs, self._buffers = sampler, graphs, buffers
         self._shape, self._windows = shape, tuple(sorted(set(windows)))
-        self._buckets, self._states = buckets, states
+        self._buckets, self._states, self._forced = buckets, states, forced
         self._table = draft_plan.Table(
             slots.token_ids, slots.lengths, slots.block_table, slots.num_pending, slots.states
         )
@@ -136,6 +139,8 @@ class DraftSteps:
             slot_of_place = slots[:, None].expand(height, width).reshape(-1)
             drawn = self._recipe(slot_of_place, batch.positions + 1)
         keys = self._keys(self._model.logits, hidden, drawn)
+        if self._forced:
+            keys = self._judged(keys, batch, layout)
         settled = self._kernels.settle_drafts(keys, slots, drafts, self._table, width)
         layer = self._cache.layers[-1]
         made = self._model.draft(settled.following, hidden, batch, layer)
@@ -147,6 +152,15 @@ class DraftSteps:
             if number + 1 < num_drafts:
                 state = self._model.draft(batch.token_ids, state, batch, layer)
         return settled.answers.flatten()
+
+    def _judged(self, keys: Tensor, batch: ForwardBatch, layout: Layout) -> Tensor:
+        """Keys that name the draft itself where it is forced."""
+        height, width, _ = layout
+        places = torch.arange(width, device=keys.device).expand(height, width)
+        is_draft = (places < self._buffers.drafts(height)[:, None]).flatten()
+        slots = self._buffers.slots[:height, None].expand(height, width).reshape(-1)
+        forced = is_draft & is_forced(self._forced, slots, batch.positions + 1)
+        return torch.where(forced, self._kernels.key_of_id(batch.token_ids.roll(-1)), keys)
 
     def _expanded(self, layout: Layout) -> tuple[Places, ForwardBatch]:
         """The step as the slot table has it; without recurrent states."""

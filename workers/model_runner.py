@@ -181,7 +181,7 @@ class ModelRunner:
 
         def tail() -> tuple[Tensor, Tensor, Accepted]:
             logits = self._model.logits(hidden)
-            token_ids = self._sampler.sample(logits, sampling)
+            token_ids = speculator.judged(inputs, self._sampler.sample(logits, sampling))
             return logits, token_ids, speculator.accept(inputs, token_ids)
 
         logits, token_ids, accepted = self._graphs.run("tail", len(slots_of), tail, why)

@@ -17,6 +17,17 @@ from unisono.workers.batch_builder import BatchBuilder, StepInputs
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
 
+_UPPER = (1 << 32) - 1
+
+
+def is_forced(share: float, slots: Tensor, positions: Tensor) -> Tensor:
+    """Whether the draft at positions [n] of slots [n] is taken for right, [n] bool: of `share` of
+    them, by a hash that every rank finds alike. Nothing is asked of the device."""
+    x = (slots * 1_000_003 + positions) & _UPPER
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * 0x45D9F3B) & _UPPER
+    return (x ^ (x >> 16)) < round(share * 2**32)
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
@@ -34,10 +45,28 @@ class Speculator:
     """Judges drafts and makes new ones with the model's own layer for it."""
 
     def __init__(
-        self, model: Model, ops: Ops, slots: SlotTable, builder: BatchBuilder, sampler: Sampler
+        self,
+        model: Model,
+        ops: Ops,
+        slots: SlotTable,
+        builder: BatchBuilder,
+        sampler: Sampler,
+        forced: float = 0.0,
     ) -> None:
-        self._model, self._ops = model, ops
+        """`forced`: which part of the drafts is taken for right (`is_forced`)."""
+        self._model, self._ops, self._forced = model, ops, forced
         self._slots, self._builder, self._sampler = slots, builder, sampler
+
+    def judged(self, inputs: StepInputs, token_ids: Tensor) -> Tensor:
+        """The tokens [S] that drafts are compared with: those sampled, or, where one is forced,
+        the draft itself."""
+        if not self._forced:
+            return token_ids
+        place = (inputs.sample_slots, inputs.sample_positions)
+        is_last = torch.zeros(len(token_ids), dtype=torch.bool)
+        is_last[torch.tensor(inputs.sizes).cumsum(0) - 1] = True
+        forced = is_forced(self._forced, *place) & ~is_last.to(token_ids.device)
+        return torch.where(forced, self._slots.token_ids[place], token_ids)
 
     def accept(self, inputs: StepInputs, token_ids: Tensor) -> Accepted:
         """Append to each slot its tokens [S] up to the first behind a wrong draft, that included.

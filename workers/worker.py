@@ -281,8 +281,12 @@ class Worker:
             width, rows = config.model.hidden_size, config.max_requests
             buffers = StepBuffers(rows, width, self._dtype, self._device, num_drafts)
             owned = (self._cache, slots, sampler, self._graphs, buffers, config.graph_buckets)
-            steps = DraftSteps if num_drafts else DecodeSteps
-            decode = steps(self._weights, *owned, shape, windows, self._states)
+            where = (shape, windows, self._states)
+            decode = (
+                DraftSteps(self._weights, *owned, *where, config.forced_acceptance)
+                if num_drafts
+                else DecodeSteps(self._weights, *owned, *where)
+            )
         builder = BatchBuilder(
             ops,
             slots,
@@ -291,7 +295,8 @@ class Worker:
             is_hybrid=self._states is not None,
             speculates=num_drafts > 0,
         )
-        speculator = Speculator(self._weights, ops, slots, builder, sampler) if num_drafts else None
+        own = (self._weights, ops, slots, builder, sampler, config.forced_acceptance)
+        speculator = Speculator(*own) if num_drafts else None
         return ModelRunner(
             self._weights,
             self._cache,

@@ -139,6 +139,14 @@ def place_drafts(
     return Places(token_ids, positions, slot_mapping, attention, nothing, nothing)
 
 
+def key_of_id(token_ids: Tensor) -> Tensor:
+    """Keys, as `argmax_keys` makes them, that name token_ids [n] int64; of no logit in particular.
+
+    Nothing is asked of the device.
+    """
+    return _ID_MASK.value - token_ids
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def _expand_kernel(
     slots_ptr: tl.tensor,

@@ -89,6 +89,7 @@ def test_the_fastest_is_recommended_if_it_is_worth_it(speeds, best):
         (("--repeats", "0"), "--repeats 0: must be at least 1"),
         (("--tokens", "9999"), "--tokens 9999: a prompt and its answer may have"),
         (("--prompts-file", "gone.txt"), "gone.txt"),
+        (("--force-acceptance", "1.5"), "--force-acceptance 1.5: must be above 0 and at most 1"),
     ],
 )
 def test_what_cannot_be_is_refused(options, message):
@@ -117,3 +118,22 @@ def test_trained_drafts_are_measured_and_change_no_answer():
     assert digests[:2] == digests[2:]
     assert all(1 < each["tokens_per_step"] <= 3 for each in found["lines"][2:])
     assert set(found["recommended"]) == {"1", "3"}
+
+
+@pytest.mark.timeout(180)
+def test_forced_acceptance_is_labelled_wherever_it_shows():
+    asked = ("--drafts", "2", "--batch", "2", "--tokens", "24", "--repeats", "1")
+    out, _ = command.run("bench", "speculate", "tiny-mtp", *asked, "--force-acceptance", "1")
+    header, _, rest = out.partition("SYNTHETIC: 1 of the drafts at each place are taken for right")
+    assert "tiny-mtp" in header
+    *_, last = rest.splitlines()
+    found = json.loads(last)
+    assert (found["synthetic"], "synthetic acceptance 1" in found["workload"]) == (1.0, True)
+    off, forced = found["lines"]
+    assert off["same_answers"]
+    assert (forced["digest"], forced["same_answers"]) == ("synthetic", None)
+    # The last chain of an answer may be longer than what is left of it.
+    assert 2.7 < forced["tokens_per_step"] <= 3
+    assert min(forced["right"]) > 0.85
+    [shown] = [each for each in rest.splitlines() if each.split()[:2] == ["2", "2"]]
+    assert "synthetic" in shown

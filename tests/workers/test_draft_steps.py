@@ -32,6 +32,7 @@ from unisono.runtime.speculation import DraftPolicy
 from unisono.workers import draft_steps
 from unisono.workers.draft_steps import used_places, width_of
 from unisono.workers.protocol import Phase, Rows, StepPlan, int32s
+from unisono.workers.speculator import is_forced
 
 T = TypeVar("T")
 VOCABULARY = 199
@@ -330,3 +331,30 @@ def test_the_places_of_a_step(
     plan = StepPlan(step=1, rows=rows, num_proposals=num_proposals)
     assert width_of(plan) == width
     assert used_places(plan) == used
+
+
+def test_forced_drafts_are_accepted_as_often_as_is_asked_on_both_ways(erring: Path) -> None:
+    """Synthetic: whatever the model says; of the others some are right all the same."""
+    prompts = [random_ids(n, VOCABULARY, seed=n) for n in (5, 9, 63, 64)]
+    shares = []
+    for forced in (0.6, 1.0):
+        both = Both(erring, num_drafts=2, forced=forced, max_requests=4)
+        both.generate(prompts, max_tokens=60)
+        assert both.reasons("tail") >= {CAPTURED}
+        drafted, accepted = both.bodies.drafted, both.bodies.accepted
+        shares.append(sum(each[0] for each in accepted) / sum(each[0] for each in drafted))
+    assert 0.6 < shares[0] < 0.95
+    assert shares[1] > 0.97, "but for what lies beyond the end of an answer"
+
+
+def test_a_hash_takes_its_share_whatever_the_slot_and_position() -> None:
+    slots, positions = (
+        x.flatten() for x in torch.meshgrid(torch.arange(64), torch.arange(2048), indexing="ij")
+    )
+    for share in (0.1, 0.5, 0.9):
+        hits = is_forced(share, slots, positions).view(64, 2048)
+        assert abs(float(hits.double().mean()) - share) < 0.005
+        assert float((hits.double().mean(0) - share).abs().max()) < 0.35
+        pairs = (hits[:, 1:] & hits[:, :-1]).double().mean()
+        assert abs(float(pairs) - share**2) < 0.01, "neighbours are independent"
+    assert bool(is_forced(1.0, slots, positions).all())
