@@ -58,8 +58,7 @@ def _bulk(outputs: int, rows: int, depth: int, warps: int, stages: int) -> Tile:
 
 # Rows: (most outputs, most inputs, tile); the first that holds the weight serves. Narrow weights
 # need narrow tiles, or too few programs pull at the memory at once; the copy engine pulls harder.
-# Measured on an H200 by scripts/tune_linear.py; whole steps of more than 16 rows are slower with
-# the copy engine, though its products alone are not.
+# Measured on an H200 by scripts/tune_linear.py.
 _NARROW: dict[int, tuple[tuple[int, int, Tile], ...]] = {
     16: (
         (960, _ANY, _tile(8, 16, 256, 4, 6)),
@@ -78,9 +77,9 @@ _NARROW: dict[int, tuple[tuple[int, int, Tile], ...]] = {
         (1024, _ANY, _tile(8, 32, 512, 4, 3)),
         (1536, _ANY, _tile(16, 32, 64, 4, 8)),
         (2048, _ANY, _tile(16, 64, 128, 4, 5)),
-        (3072, 1536, _tile(32, 32, 64, 4, 8)),
-        (4096, _ANY, _tile(32, 64, 128, 4, 8)),
-        (7168, _ANY, _tile(64, 32, 256, 4, 4)),
+        (3072, 960, _tile(32, 32, 64, 4, 8)),
+        (8448, _ANY, _bulk(64, 32, 256, 4, 4)),
+        (16384, _ANY, _bulk(128, 32, 128, 4, 4)),
         (24576, _ANY, _tile(64, 32, 128, 4, 3)),
         (28672, _ANY, _tile(64, 32, 128, 4, 4)),
         (49152, _ANY, _tile(128, 32, 64, 4, 3)),
@@ -88,9 +87,8 @@ _NARROW: dict[int, tuple[tuple[int, int, Tile], ...]] = {
     ),
     64: (
         (2048, _ANY, _tile(16, 64, 128, 4, 5)),
-        (3072, 1536, _tile(32, 64, 64, 4, 5)),
-        (4096, _ANY, _tile(32, 64, 128, 4, 8)),
-        (7168, _ANY, _tile(64, 64, 128, 4, 7)),
+        (3072, 960, _tile(32, 64, 64, 4, 5)),
+        (8448, _ANY, _bulk(64, 64, 128, 4, 6)),
         (14336, _ANY, _tile(128, 64, 128, 8, 4)),
         (25600, _ANY, _tile(128, 64, 64, 4, 4)),
         (49152, _ANY, _tile(128, 64, 64, 4, 3)),
