@@ -67,6 +67,18 @@ class Engine:
 
     def run(self) -> None:
         """Serve. Raises WorkerLost (RankFault with the rank's own exception)."""
+        try:
+            self._serve()
+        except WorkerLost:
+            # What came before the end is heard before the end.
+            self._tell()
+            raise
+        while self._in_flight:
+            self._workers.receive(self._in_flight.popleft())
+        self._workers.shutdown()
+
+    def _serve(self) -> None:
+        """Until a client has said Stop."""
         while True:
             if not self._is_busy:
                 self._tell()
@@ -81,9 +93,6 @@ class Engine:
                 self._take_result()
             else:
                 self._workers.check()
-        while self._in_flight:
-            self._workers.receive(self._in_flight.popleft())
-        self._workers.shutdown()
 
     @property
     def _is_busy(self) -> bool:

@@ -20,6 +20,7 @@ from unisono.runtime.protocol import (
     Stop,
     Submit,
     Tokens,
+    WorkerLost,
 )
 from unisono.runtime.scheduler import NewToken, Scheduler
 from unisono.runtime.worker_group import Diverged, WorkerGroup
@@ -220,6 +221,20 @@ def test_ranks_have_their_next_plan_before_anybody_hears_of_the_last_result() ->
     assert log[:8] == ["plan", "plan", "result", "plan", "Delta", "result", "plan", "Tokens"]
     # Nothing is left to plan: what the last step said is told before the engine waits.
     assert log[8:] == ["result", "Tokens", "result", "Tokens", "Finished"]
+
+
+def test_what_came_before_a_rank_was_lost_is_told_first() -> None:
+    class Mortal(Ranks):
+        def send(self, plan: StepPlan) -> None:
+            if plan.step == 4:
+                raise WorkerLost("rank 0 has died")
+            super().send(plan)
+
+    clients = Clients([(0, submit(0, 9, max_tokens=8))])
+    with pytest.raises(WorkerLost, match="has died"):
+        Engine(cast(Hub, clients), cast(WorkerGroup, Mortal()), scheduler(), 400).run()
+    # Steps 1 and 2 had answered before step 4 could not be sent.
+    assert clients.tokens(0) == expected(request(0, 9, 8))[0][:2]
 
 
 def test_accepted_drafts_may_leap_over_the_end_of_a_block() -> None:
