@@ -85,6 +85,15 @@ class Got:
         return (self.total_s - self.first_token_s) / later if later > 0 else 0.0
 
 
+def whole_numbers(flag: str, text: str, legal: str) -> tuple[int, ...]:
+    """The numbers from 1 up that `text` lists, each once. `legal` says which those are, for the
+    ConfigError that is raised for others."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(f"{flag} {text}: expected whole numbers {legal}")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
 def prepare_engine(
     model: str,
     options: Mapping[str, Any],

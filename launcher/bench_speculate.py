@@ -14,7 +14,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice, zip_longest
+from itertools import cycle, islice
 from typing import Any
 
 import click
@@ -32,9 +32,11 @@ from unisono.launcher.bench_engine import (
     serve,
     show_header,
     started,
+    whole_numbers,
 )
 from unisono.launcher.bench_process import measure_machine
 from unisono.launcher.bench_report import SHOWN, Report, output_options
+from unisono.launcher.draft_counts import DraftCounts
 from unisono.launcher.options import config_options, given, option_spec
 from unisono.launcher.prompts import gather_prompts, tokenize_prompts
 from unisono.launcher.resolve import Prepared
@@ -219,8 +221,7 @@ def summary(
     """
     seconds = statistics.median([each for _, each in runs[1:]])
     got = runs[-1][0]
-    checked = [sum(each) for each in zip_longest(*(g.drafted for g in got), fillvalue=0)]
-    right = [sum(each) for each in zip_longest(*(g.accepted for g in got), fillvalue=0)]
+    counts = DraftCounts.of(got)
     answers = [[each.token_ids for each in got] for got, _ in runs]
     digest = digests(answers[0], numerics)
     speed = sum(map(len, answers[0])) / seconds
@@ -232,8 +233,8 @@ def summary(
         "runs_s": [each for _, each in runs],
         "tokens_per_s": speed,
         "speedup": 1.0 if base is None else speed / base["tokens_per_s"],
-        "tokens_per_step": 1 + sum(right) / checked[0] if checked else 1.0,
-        "right": [r / c if c else 0.0 for r, c in zip(right, checked, strict=True)],
+        "tokens_per_step": counts.tokens_per_step,
+        "right": counts.shares,
         **digest,
         "same_answers": are_same(answers) and (base is None or digest["digest"] == base["digest"]),
     }
@@ -296,11 +297,9 @@ def _prompts(
 
 
 def _numbers(flag: str, text: str, most: int | None) -> tuple[int, ...]:
-    """Ascending whole numbers from 1 on. Raises ConfigError."""
+    """Ascending. Raises ConfigError."""
     legal = f"1 to {most}" if most else "1 or more"
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) >= 1 for part in parts):
-        raise ConfigError(f"{flag} {text}: expected whole numbers of {legal}, as 1,3")
-    if most and (large := [part for part in parts if int(part) > most]):
+    numbers = whole_numbers(flag, text, f"of {legal}, as 1,3")
+    if most and (large := [number for number in numbers if number > most]):
         raise ConfigError(f"{flag} {text}: {large[0]} is not of {legal}")
-    return tuple(sorted({int(part) for part in parts}))
+    return tuple(sorted(numbers))

@@ -32,6 +32,7 @@ from unisono.launcher.bench_engine import (
     serve,
     show_header,
     started,
+    whole_numbers,
 )
 from unisono.launcher.bench_process import measure_machine
 from unisono.launcher.bench_report import Report, output_options
@@ -129,7 +130,7 @@ def step_command(model: str, **values: Any) -> int:
 
 def make_plan(*, model: str, **values: Any) -> StepBench:
     """Check everything that a user can get wrong. Raises ConfigError."""
-    batches = _batches(values["batch"])
+    batches = whole_numbers("--batch", values["batch"], "from 1 up, as 1,8,32")
     for name, least in (("context", 1), ("steps", 1), ("rounds", 1)):
         if values[name] < least:
             raise ConfigError(f"--{name} {values[name]}: must be at least {least}")
@@ -257,10 +258,3 @@ def _requests(plan: StepBench, batch: int) -> list[Asked]:
         ([generator.randrange(worker.model.vocab_size) for _ in range(plan.context)], params)
         for _ in range(batch)
     ]
-
-
-def _batches(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.isdigit() and int(part) for part in parts):
-        raise ConfigError(f"--batch {text}: expected whole numbers from 1 up, as 1,8,32")
-    return tuple(dict.fromkeys(map(int, parts)))

@@ -15,13 +15,13 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from unisono.launcher.answering import Answer, Piece, answer_all, check_prompts, numerics_of
 from unisono.launcher.console import Console
+from unisono.launcher.draft_counts import DraftCounts
 from unisono.launcher.graph_counts import GraphCounts
 from unisono.launcher.ids_only import IdsOnly, check_text_params
 from unisono.launcher.logprobs import logprobs_json
@@ -315,12 +315,11 @@ def _drafting(answers: Sequence[Answer]) -> str:
 
     The shares are those of each place in a chain, of all that were checked there.
     """
-    checked = [sum(each) for each in zip_longest(*(a.drafted for a in answers), fillvalue=0)]
-    right = [sum(each) for each in zip_longest(*(a.accepted for a in answers), fillvalue=0)]
-    if not checked:
+    counts = DraftCounts.of(answers)
+    if not counts.checked:
         return ""
-    shares = ", ".join(_percent(a / b) for a, b in zip(right, checked, strict=True))
-    return f", {1 + sum(right) / checked[0]:.2f} tokens a step (drafts right: {shares})"
+    shares = ", ".join(map(_percent, counts.shares))
+    return f", {counts.tokens_per_step:.2f} tokens a step (drafts right: {shares})"
 
 
 def _speed(tokens: int, seconds: float) -> str:

@@ -24,7 +24,6 @@ from unisono.runtime.protocol import (
     EngineReady,
     Finished,
     Rejected,
-    SamplingParams,
     Starting,
     Tokens,
 )
@@ -64,17 +63,9 @@ class TimedEngine(Engine):
         finally:
             self.timeline.span(Kind.START, began)
 
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        priority: int = 0,
-        *,
-        checksums: bool = False,
-        more: bool = False,
-    ) -> int:
+    def submit(self, prompt_ids: Sequence[int], *asked: Any, **how: Any) -> int:
         began = now()
-        number = super().submit(prompt_ids, params, priority, checksums=checksums, more=more)
+        number = super().submit(prompt_ids, *asked, **how)
         self.timeline.span(Kind.SUBMIT, began, number, len(prompt_ids))
         self._num_tokens[number] = 0
         return number

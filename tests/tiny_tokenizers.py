@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tests.tiny import write_checkpoint
 from unisono.launcher.demo_model import demo_model_path
 
 CHATML = (
@@ -107,3 +108,10 @@ def oracle_of(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def long_model(directory: Path) -> str:
+    """A tiny checkpoint that answers for a long time, with a tokenizer; its path."""
+    write_checkpoint("long", directory)
+    byte_level_tokenizer().save(str(directory / "tokenizer.json"))
+    return str(directory)

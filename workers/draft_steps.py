@@ -238,7 +238,8 @@ class LateDrafts:
 
         Raises FloatingPointError if a row's logits held a NaN, or those of its drafts.
         """
-        numbers, counts = self._result.read(), self.counts
+        numbers = self._result.read()
+        counts = numbers[:: self._each]
         if bad := [row for row, count in enumerate(counts) if count < 0]:
             raise FloatingPointError(f"the logits of sampling rows {bad} hold NaN")
         tokens: list[int] = []

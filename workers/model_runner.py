@@ -137,11 +137,11 @@ class ModelRunner:
 
     def _run_drafts(self, steps: DraftSteps, plan: StepPlan) -> StepOutput | LateOutput:
         steps.forward(plan)
-        kinds = [self._slots.sampling.of(slot) for slot in plan.rows.slot]
-        why = why_on_host(kinds)
-        if not why:
-            return LateOutput(steps.tail(plan, draws=not all(kind.is_plain for kind in kinds)))
+        kinds, slots = self._slots.sampling, plan.rows.slot
+        if kinds.want_only_tokens(slots):
+            return LateOutput(steps.tail(plan, draws=kinds.draw(slots)))
         assert self._speculator is not None
+        why = why_on_host([kinds.of(slot) for slot in slots])
         hidden, inputs = steps.hidden(plan), self._builder.build(plan)
         output = self._sample_with_drafts(self._speculator, inputs, hidden, int32s(), why)
         self._speculator.propose(inputs, hidden, self._cache.layers[-1], plan.num_proposals)

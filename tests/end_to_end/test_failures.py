@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.command import plant, run, start
-from tests.tiny import write_checkpoint
-from tests.tiny_tokenizers import byte_level_tokenizer
+from tests.tiny_tokenizers import long_model
 
 LONG = ("--raw", "--ignore-eos", "--max-tokens", "20000", "--max-model-len", "30000")
 
@@ -29,11 +28,7 @@ def flights_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny checkpoint that answers for a long time."""
-    directory = tmp_path_factory.mktemp("model")
-    write_checkpoint("long", directory)
-    byte_level_tokenizer().save(str(directory / "tokenizer.json"))
-    return str(directory)
+    return long_model(tmp_path_factory.mktemp("model"))
 
 
 def last_line(text: str) -> str:

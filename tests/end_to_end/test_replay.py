@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.command import json_lines, plant, run
-from tests.tiny import write_checkpoint
-from tests.tiny_tokenizers import byte_level_tokenizer
+from tests.tiny_tokenizers import long_model
 from unisono.launcher.flight_file import read_flight
 
 STEP = "unisono.workers.model_runner:ModelRunner.step"
@@ -24,10 +23,7 @@ DRAWN = ("--raw", "--ignore-eos", "--temperature", "1.2", "--seed", "3", "--max-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("model")
-    write_checkpoint("long", directory)
-    byte_level_tokenizer().save(str(directory / "tokenizer.json"))
-    return str(directory)
+    return long_model(tmp_path_factory.mktemp("model"))
 
 
 def crash(

@@ -12,8 +12,7 @@ import pytest
 
 from tests.end_to_end.command import json_lines, plant, run, start
 from tests.launcher.timelines import by_step, check_form, read, spans
-from tests.tiny import write_checkpoint
-from tests.tiny_tokenizers import byte_level_tokenizer
+from tests.tiny_tokenizers import long_model
 from unisono import LLM, SamplingParams
 from unisono.launcher.timeline_file import FIRST_RANK, LAUNCHER, RUNTIME
 from unisono.models.config import ConfigError
@@ -32,10 +31,7 @@ def flights_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("model")
-    write_checkpoint("long", directory)
-    byte_level_tokenizer().save(str(directory / "tokenizer.json"))
-    return str(directory)
+    return long_model(tmp_path_factory.mktemp("model"))
 
 
 def moments(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:

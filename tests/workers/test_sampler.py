@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -55,6 +56,17 @@ TOKEN_IDS = torch.arange((len(KINDS) + 1) * HISTORY).reshape(-1, HISTORY) * 7919
 
 def sample(logits: Tensor, slots: list[int], positions: Tensor, ranks: int) -> list[int]:
     """Tokens of rows in `slots` (slot i + 1 is of KINDS[i]), the same on every rank."""
+
+    def chosen(sampler: Sampler, state: SamplingState, own: Tensor) -> Tensor:
+        return sampler.sample(own, state.rows(slots, positions, TOKEN_IDS))
+
+    return on_ranks(logits, ranks, chosen)
+
+
+def on_ranks(
+    logits: Tensor, ranks: int, choose: Callable[[Sampler, SamplingState, Tensor], Tensor]
+) -> list[int]:
+    """What `choose` makes of each rank's own logits, where slot i + 1 is of KINDS[i]."""
     partition = ModelPartition.of(dataclasses.replace(tiny_model(), num_kv_heads=4), ranks)
     ops = dispatch.resolve(CPU, 8)
 
@@ -64,8 +76,7 @@ def sample(logits: Tensor, slots: list[int], positions: Tensor, ranks: int) -> l
             state.open(slot, kind)
         first, stop = partition.vocab.ranges[group.rank]
         sampler = Sampler(ops, group, partition, NUM_IDS)
-        rows = state.rows(slots, positions, TOKEN_IDS)
-        return sampler.sample(logits[:, first:stop].contiguous(), rows).tolist()
+        return choose(sampler, state, logits[:, first:stop].contiguous()).tolist()
 
     answers = run_ranks(ranks, body)
     assert all(answer == answers[0] for answer in answers)
@@ -134,21 +145,12 @@ def test_keys_drawn_in_one_pass_are_those_of_the_rows(ranks: int) -> None:
     logits, positions = logits[kinds], positions[kinds]
     slots = [slots[row] for row in kinds]
     assert set(slots) == {1, 2}
-    partition = ModelPartition.of(dataclasses.replace(tiny_model(), num_kv_heads=4), ranks)
-    ops = dispatch.resolve(CPU, 8)
 
-    def body(group: Group) -> list[int]:
-        state = SamplingState(len(KINDS), CPU)
-        for slot, kind in enumerate(KINDS, start=1):
-            state.open(slot, kind)
-        first, stop = partition.vocab.ranges[group.rank]
-        sampler = Sampler(ops, group, partition, NUM_IDS)
-        draws = state.draws(torch.tensor(slots))
-        keys = sampler.drawn_keys(logits[:, first:stop].contiguous(), *draws, positions)
-        return ops.unpack_keys(keys)[0].tolist()
+    def drawn(sampler: Sampler, state: SamplingState, own: Tensor) -> Tensor:
+        keys = sampler.drawn_keys(own, *state.draws(torch.tensor(slots)), positions)
+        return dispatch.resolve(CPU, 8).unpack_keys(keys)[0]
 
-    want = sample(logits, slots, positions, 1)
-    assert all(answer == want for answer in run_ranks(ranks, body))
+    assert on_ranks(logits, ranks, drawn) == sample(logits, slots, positions, 1)
 
 
 @pytest.mark.parametrize(
