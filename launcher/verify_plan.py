@@ -18,10 +18,9 @@ from typing import Any
 from unisono.runtime.protocol import Order, Reload, Reschedule, Sleep, Wake
 from unisono.workers.config import BLOCK_SIZE
 
-PRE_EMPT_BATCH = 6
-"""Requests at a time, at least, where some are to be pre-empted: alone none ever is."""
-INTERRUPTED_BATCH = 4
-"""Requests at a time, at least, where they are interrupted: each interruption takes seconds."""
+COMPANY = 8
+"""Requests at a time, at least, of what can be tried in company: it takes many more steps to answer
+them one by one, each interruption takes seconds, and alone nobody is ever pre-empted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +116,8 @@ class Axis:
     """Why a run with another value than the plain one did not test it; "": it did."""
     needs: Mapping[str, Any] | None = None
     """Least values of other axes without which the value cannot show."""
+    in_company: bool = False
+    """Whether it is tried in company unless all pairs are run."""
     orders: Callable[[Reload], tuple[tuple[Order, ...], ...]] = lambda again: ()
     """What the engine is told in the middle of a generation, one group after another; `again`
     loads the weights that are there."""
@@ -160,6 +161,7 @@ AXES = (
         show=lambda value: f"chunk {value}",
         limits=lambda setting, sizes: {"max_step_tokens": setting.chunk or sizes.whole_step},
         missed=_missed_chunk,
+        in_company=True,
     ),
     Axis(
         name="prefix_cache",
@@ -167,6 +169,7 @@ AXES = (
         show=lambda value: "prefix cache",
         limits=lambda setting, sizes: {"prefix_cache": setting.prefix_cache},
         missed=_missed_cache,
+        in_company=True,
     ),
     Axis(
         name="pre_empt",
@@ -177,7 +180,7 @@ AXES = (
             "num_blocks": sizes.blocks_each if setting.pre_empt else sizes.num_blocks
         },
         missed=_missed_preemption,
-        needs={"batch": PRE_EMPT_BATCH},
+        needs={"batch": COMPANY},
     ),
     Axis(
         name="graphs",
@@ -198,7 +201,7 @@ AXES = (
         plain=False,
         show=lambda value: "sleep",
         missed=_missed_sleep,
-        needs={"batch": INTERRUPTED_BATCH},
+        needs={"batch": COMPANY},
         orders=lambda again: ((Sleep(level=2), Wake()), (Sleep(level=1), Wake())),
     ),
     Axis(
@@ -206,7 +209,7 @@ AXES = (
         plain=False,
         show=lambda value: "reload",
         missed=_missed_reload,
-        needs={"batch": INTERRUPTED_BATCH},
+        needs={"batch": COMPANY},
         orders=lambda again: ((again,),),
     ),
 )
@@ -301,7 +304,8 @@ def _pruned(plain: Setting, values: Mapping[str, Sequence[Any]]) -> Iterator[Set
     for axis in AXES:
         for value in values[axis.name]:
             if value != axis.plain:
-                yield _with(plain, {axis.name: value})
+                company = {"batch": COMPANY} if axis.in_company else {}
+                yield _with(plain, {axis.name: value} | company)
                 last[axis.name] = value
     for absent in ALTERNATIVES:
         together = {name: value for name, value in last.items() if name != absent}

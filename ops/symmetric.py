@@ -22,6 +22,7 @@ from torch import Tensor
 from unisono.ops.comm import PeerLost, ordered_sum
 from unisono.ops.direct import Direct
 from unisono.ops.kernels import symmetric as kernels
+from unisono.ops.kernels.launch import blocks_of, power_of_two
 from unisono.ops.kernels.norm import shape_of_program
 
 CROSSOVER = {2: (512 << 10, 8 << 20), 4: (256 << 10, 8 << 20), 8: (128 << 10, 8 << 20)}
@@ -89,7 +90,7 @@ class Layout:
 
     def slice_bytes(self, nbytes: int) -> int:
         """What a rank sums of a lane, of a tensor of `nbytes`: whole multiples of 1 KiB."""
-        return triton.cdiv(nbytes, _TWO_SHOT_LANES * self.ranks << 10) << 10
+        return blocks_of(nbytes, _TWO_SHOT_LANES * self.ranks << 10) << 10
 
 
 class Symmetric(Direct):
@@ -145,7 +146,7 @@ class Symmetric(Direct):
         total = torch.empty_like(x)
         layout, first, last = self.layout, *(self.stages or (0, 2))
         size = layout.slice_bytes(x.numel() * x.element_size()) // x.element_size()
-        kernels.two_shot_all_reduce_kernel[(triton.cdiv(x.numel(), size * layout.ranks),)](
+        kernels.two_shot_all_reduce_kernel[(blocks_of(x.numel(), size * layout.ranks),)](
             x,
             total,
             self._table,
@@ -155,7 +156,7 @@ class Symmetric(Direct):
             x.numel(),
             size,
             RANKS=layout.ranks,
-            RANKS_OR_MORE=triton.next_power_of_2(layout.ranks),
+            RANKS_OR_MORE=power_of_two(layout.ranks),
             EPOCHS=1 + layout.one_shot_lanes,
             LANES=_TWO_SHOT_LANES,
             SIGNALS=layout.signals,
@@ -253,7 +254,7 @@ class Symmetric(Direct):
 
     def _one_shot(self, kernel: Any, x: Tensor, total: Tensor, count: int, block: int) -> None:
         first, last = self.stages or (0, 1)
-        kernel[(triton.cdiv(count, block),)](
+        kernel[(blocks_of(count, block),)](
             x,
             total,
             self._table,

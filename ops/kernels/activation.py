@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.ops.kernels.launch import blocks_of, launchable
 from unisono.ops.kernels.overlap import begin, overlap_options
 
 _BLOCK = 1024
@@ -21,7 +22,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     assert x.is_contiguous()
     tokens, width = x.shape[0], x.shape[1] // 2
     y = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
-    grid = (tokens, triton.cdiv(width, _BLOCK))
+    grid = (tokens, blocks_of(width, _BLOCK))
     _silu_kernel[grid](
         x,
         y,
@@ -34,6 +35,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return y
 
 
+@launchable
 @triton.jit
 def _silu_kernel(
     x_ptr: tl.tensor,

@@ -22,9 +22,11 @@ from torch import Tensor
 from unisono.ops.attention import PAGE, AttentionShape
 from unisono.ops.kernels.attention_decode import decode_kernel, merge_kernel
 from unisono.ops.kernels.attention_prefill import prefill_kernel
+from unisono.ops.kernels.attention_tiles import SPLIT_TILES
+from unisono.ops.kernels.launch import power_of_two
 from unisono.ops.kernels.overlap import overlap_options
 
-SPLIT = 512
+SPLIT = PAGE * SPLIT_TILES.value
 """Keys of a split; its borders are absolute positions."""
 FEW = 16
 """Most queries of a row that the decode kernel takes."""
@@ -282,7 +284,7 @@ def _run_decode(
     )
     if direct:
         return  # The kernel wrote the output.
-    height = min(_MERGE_HEIGHT, _power_of_two(rows))
+    height = min(_MERGE_HEIGHT, power_of_two(rows))
     merge_kernel[(num_tiles, kv_heads, -(-rows // height))](
         out,
         sums,
@@ -346,7 +348,7 @@ def _common(plan: AttentionPlan, per_tile: int) -> dict[str, Any]:
         "GROUP": plan.shape.group,
         "PER_TILE": per_tile,
         "DIM": plan.shape.head_dim,
-        "DIM_PAD": max(16, _power_of_two(plan.shape.head_dim)),
+        "DIM_PAD": max(16, power_of_two(plan.shape.head_dim)),
         "WINDOW": plan.window,
         **overlap_options(plan.block_table.device),
     }
@@ -358,8 +360,8 @@ def _decode_launch(
     """For rows of up to `longest` tokens; no taller than they fill, and than registers hold."""
     dim = shape.head_dim
     tallest = 16 if dtype == torch.float32 else 64
-    height = max(16, _power_of_two(min(longest * shape.group, tallest)))
-    height = max(height, _power_of_two(shape.group))
+    height = max(16, power_of_two(min(longest * shape.group, tallest)))
+    height = max(height, power_of_two(shape.group))
     if dtype == torch.float32:
         return Launch(height, 4 if dim <= 64 else 8, 1)
     # A stage is a tile of keys and one of values: 32 KB at 128 channels, of the 227 KB there are.
@@ -378,7 +380,7 @@ def _prefill_launch(shape: AttentionShape, dtype: torch.dtype, programs: int) ->
         launch = Launch(64, 4, 3)
     else:
         launch = Launch(128, 8, 3)
-    return launch._replace(height=max(launch.height, _power_of_two(shape.group)))
+    return launch._replace(height=max(launch.height, power_of_two(shape.group)))
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -403,8 +405,3 @@ def _records(rows: list[_Row], spans: list[int]) -> list[int]:
         *(row.count for row in rows),
         *partials[: len(rows)],
     ]
-
-
-def _power_of_two(value: int) -> int:
-    """Smallest power of two that is not less than `value`."""
-    return 1 << (value - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Paged attention for few queries a request: one program per (tile, KV head, split of 512 keys).
+"""Paged attention for few queries a request: one program per (tile, KV head, split of 256 keys).
 
 Wins where keys are many and queries few: decoding and verification of drafts. Splits write their
 partials to fp32 scratch and `merge_kernel` adds them left to right; where a plan has no request
@@ -24,6 +24,7 @@ from unisono.ops.kernels.attention_tiles import (
     merge_partial,
     store_output,
 )
+from unisono.ops.kernels.launch import launchable
 from unisono.ops.kernels.overlap import begin
 
 _VARYING = [
@@ -38,6 +39,7 @@ _VARYING = [
 """Arguments whose value or alignment changes from step to step: nothing is compiled anew."""
 
 
+@launchable
 @triton.jit(do_not_specialize=_VARYING)
 def decode_kernel(
     q_ptr: tl.tensor,
@@ -142,6 +144,7 @@ def decode_kernel(
             )
 
 
+@launchable
 @triton.jit(do_not_specialize=_VARYING)
 def merge_kernel(
     out_ptr: tl.tensor,

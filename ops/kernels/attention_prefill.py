@@ -1,7 +1,7 @@
 """Paged attention for many queries a request: one program per (tile of rows, KV head).
 
 A tile packs the query heads of one KV head beside each other, so keys and values are read once
-for the group. The program walks the splits of 512 keys in order and keeps two accumulators: that
+for the group. The program walks the splits of 256 keys in order and keeps two accumulators: that
 of the split and the total. Only tiles that some row cannot see whole pay for masks.
 """
 
@@ -23,6 +23,7 @@ from unisono.ops.kernels.attention_tiles import (
     merge_partial,
     store_output,
 )
+from unisono.ops.kernels.launch import launchable
 from unisono.ops.kernels.overlap import begin
 
 _VARYING = [
@@ -36,6 +37,7 @@ _VARYING = [
 """Arguments whose value or alignment changes from step to step: nothing is compiled anew."""
 
 
+@launchable
 @triton.jit(do_not_specialize=_VARYING)
 def prefill_kernel(
     q_ptr: tl.tensor,

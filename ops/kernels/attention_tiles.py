@@ -20,8 +20,8 @@ import triton.language as tl
 
 TILE = tl.constexpr(64)
 """Keys of a tile: the KV block."""
-SPLIT_TILES = tl.constexpr(8)
-"""Tiles of a split."""
+SPLIT_TILES = tl.constexpr(4)
+"""Tiles of a split. More make fewer partials; the fewer, the sooner a short request is through."""
 SUMS = tl.constexpr(16)
 """Columns of ones: the narrowest operand of a product. All columns of a row sum are equal."""
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.ops.kernels.launch import blocks_of, launchable
 from unisono.ops.kernels.overlap import begin, overlap_options
 
 _BLOCK = 128
@@ -38,7 +39,7 @@ def expand_rows(
     [5, rows] int32 as `ops/kernels/attention.py` wants them, with `num_splits` partials a row.
     """
     rows = slots.shape[0]
-    _expand_kernel[(triton.cdiv(rows, _BLOCK),)](
+    _expand_kernel[(blocks_of(rows, _BLOCK),)](
         slots,
         token_table,
         lengths,
@@ -65,7 +66,7 @@ def advance_rows(keys: Tensor, slots: Tensor, token_table: Tensor, lengths: Tens
     """
     rows = slots.shape[0]
     out = torch.empty_like(slots)
-    _advance_kernel[(triton.cdiv(rows, _BLOCK),)](
+    _advance_kernel[(blocks_of(rows, _BLOCK),)](
         keys,
         slots,
         token_table,
@@ -79,6 +80,7 @@ def advance_rows(keys: Tensor, slots: Tensor, token_table: Tensor, lengths: Tens
     return out
 
 
+@launchable
 @triton.jit
 def _expand_kernel(
     slots_ptr: tl.tensor,
@@ -114,6 +116,7 @@ def _expand_kernel(
     tl.store(records_ptr + 4 * num_rows + row, row * num_splits, mask=is_row)
 
 
+@launchable
 @triton.jit
 def _advance_kernel(
     keys_ptr: tl.tensor,

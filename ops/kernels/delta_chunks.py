@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from unisono.ops.kernels.delta_steps import NORM_EPS, load_gates
+from unisono.ops.kernels.launch import launchable
 
 TILE = tl.constexpr(64)
 """Tokens of a chunk."""
@@ -38,6 +39,7 @@ _VARYING = [
 ]
 
 
+@launchable
 @triton.jit(do_not_specialize=_VARYING)
 def system_kernel(
     mixed_ptr: tl.tensor,
@@ -120,6 +122,7 @@ def system_kernel(
     tl.store(inverse_ptr + at, inverse)
 
 
+@launchable
 @triton.jit(do_not_specialize=_VARYING)
 def scan_kernel(
     mixed_ptr: tl.tensor,

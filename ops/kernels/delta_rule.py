@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from unisono.ops.delta import CHUNK, PendingTokens
@@ -19,6 +18,7 @@ from unisono.ops.kernels.alignment import row_alignment
 from unisono.ops.kernels.delta_chunks import VECTORS, scan_kernel, system_kernel
 from unisono.ops.kernels.delta_plan import DeltaPlan
 from unisono.ops.kernels.delta_steps import keep_kernel, step_kernel
+from unisono.ops.kernels.launch import blocks_of, power_of_two
 from unisono.ops.kernels.overlap import overlap_options
 
 PRECISION = "tf32x3"
@@ -92,15 +92,15 @@ def _run_steps(
     for tensor in (keys, updates, decays):
         assert tensor.is_contiguous()
         assert tensor.dtype == torch.float32
-    values = min(_STEP_VALUES, triton.next_power_of_2(value_dim))
-    step_kernel[(len(plan.tail_rows), heads, triton.cdiv(value_dim, values))](
+    values = min(_STEP_VALUES, power_of_two(value_dim))
+    step_kernel[(len(plan.tail_rows), heads, blocks_of(value_dim, values))](
         *(mixed, b, a, decay, dt_bias, state, out),
         *(keys, updates, decays, new_keys, new_decays),
         *(plan.records, plan.states, plan.tail_rows, num_rows, room),
         b.stride(0),
         a.stride(0),
         key_dim**-0.5,
-        KEY_PAD=triton.next_power_of_2(key_dim),
+        KEY_PAD=power_of_two(key_dim),
         BLOCK_V=values,
         STATE_ALIGN=row_alignment(key_dim, state),
         num_warps=_STEP_WARPS,
@@ -114,7 +114,7 @@ def _run_steps(
             KEYS=keys.shape[2] * key_dim,
             HEADS=heads,
             BLOCK=_KEEP_KEYS,
-            HEADS_PAD=triton.next_power_of_2(heads),
+            HEADS_PAD=power_of_two(heads),
             num_warps=4,
             **overlap_options(out.device),
         )
@@ -135,7 +135,7 @@ def _run_chunks(
     vectors = torch.empty(
         (plan.num_chunks, heads, VECTORS.value, CHUNK), dtype=torch.float32, device=out.device
     )
-    key_pad = max(16, triton.next_power_of_2(key_dim))
+    key_pad = max(16, power_of_two(key_dim))
     system_kernel[(plan.num_chunks, heads)](
         mixed,
         b,
@@ -157,8 +157,8 @@ def _run_chunks(
         num_warps=_SYSTEM_WARPS,
         **common,
     )
-    values = max(16, min(_SCAN_VALUES, triton.next_power_of_2(value_dim)))
-    scan_kernel[(plan.chunk_rows.shape[1], heads, triton.cdiv(value_dim, values))](
+    values = max(16, min(_SCAN_VALUES, power_of_two(value_dim)))
+    scan_kernel[(plan.chunk_rows.shape[1], heads, blocks_of(value_dim, values))](
         mixed,
         inverse,
         scores,

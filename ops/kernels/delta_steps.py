@@ -11,11 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from unisono.ops.kernels.launch import launchable
 from unisono.ops.kernels.overlap import begin
 
 NORM_EPS = tl.constexpr(1e-6)
 
 
+@launchable
 @triton.jit(
     do_not_specialize=[
         "mixed_ptr",
@@ -144,6 +146,7 @@ def step_kernel(
         tl.store(state_rows, state, mask=inside & (holds == 0))
 
 
+@launchable
 @triton.jit(
     do_not_specialize=[
         "keys_ptr",

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.ops.kernels.launch import blocks_of, launchable
+
 _BLOCK = 32
 """Rows of a program, which is one warp: a row is one thread's."""
 _ID_BITS = tl.constexpr(31)
@@ -77,7 +79,7 @@ def expand_drafts(
     token_ids, positions, slot_mapping = (like.new_empty(rows * width) for _ in range(3))
     attention, delta = (like.new_empty((count, rows), dtype=torch.int32) for count in (5, 6))
     states = torch.empty_like(slots)
-    _expand_kernel[(triton.cdiv(rows, _BLOCK),)](
+    _expand_kernel[(blocks_of(rows, _BLOCK),)](
         *(slots, drafts, *table, token_ids, positions, slot_mapping, attention, delta, states),
         *(rows, table.token_ids.stride(0), table.block_table.stride(0), num_splits),
         WIDTH=width,
@@ -97,7 +99,7 @@ def settle_drafts(keys: Tensor, slots: Tensor, drafts: Tensor, table: Table, wid
     rows = slots.shape[0]
     answers = slots.new_empty((rows, 1 + width))
     following, last = slots.new_empty(rows * width), torch.empty_like(slots)
-    _settle_kernel[(triton.cdiv(rows, _BLOCK),)](
+    _settle_kernel[(blocks_of(rows, _BLOCK),)](
         *(keys, slots, drafts, table.token_ids, table.lengths, table.num_pending),
         *(answers, following, last, rows, table.token_ids.stride(0)),
         WIDTH=width,
@@ -126,7 +128,7 @@ def place_drafts(
     rows = slots.shape[0]
     token_ids, positions, slot_mapping = (torch.empty_like(slots) for _ in range(3))
     attention = slots.new_empty((5, rows), dtype=torch.int32)
-    _place_kernel[(triton.cdiv(rows, _BLOCK),)](
+    _place_kernel[(blocks_of(rows, _BLOCK),)](
         *(keys, slots, table.token_ids, table.lengths, table.block_table),
         *(token_ids, positions, slot_mapping, attention, answers),
         *(rows, table.token_ids.stride(0), table.block_table.stride(0), num_splits),
@@ -147,6 +149,7 @@ def key_of_id(token_ids: Tensor) -> Tensor:
     return _ID_MASK.value - token_ids
 
 
+@launchable
 @triton.jit(do_not_specialize=_VARYING)
 def _expand_kernel(
     slots_ptr: tl.tensor,
@@ -203,6 +206,7 @@ def _expand_kernel(
     tl.store(out_states_ptr + row, state, mask=is_row)
 
 
+@launchable
 @triton.jit(do_not_specialize=_VARYING[:2])
 def _settle_kernel(
     keys_ptr: tl.tensor,
@@ -250,6 +254,7 @@ def _settle_kernel(
     tl.store(pending_ptr + slot, tl.where(drafts > 0, count, 0), mask=is_live)
 
 
+@launchable
 @triton.jit(do_not_specialize=[*_VARYING, "number", "farthest", "answers_stride"])
 def _place_kernel(
     keys_ptr: tl.tensor,

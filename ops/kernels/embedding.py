@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.ops.kernels.launch import blocks_of, launchable
 from unisono.ops.kernels.overlap import begin, overlap_options
 
 _BLOCK = 1024
@@ -23,7 +24,7 @@ def embed_shard(token_ids: Tensor, table: Tensor, first_id: int) -> Tensor:
     shard, width = table.shape
     tokens = token_ids.shape[0]
     rows = torch.empty((tokens, width), dtype=table.dtype, device=table.device)
-    grid = (tokens, triton.cdiv(width, _BLOCK))
+    grid = (tokens, blocks_of(width, _BLOCK))
     _embed_kernel[grid](
         token_ids,
         table,
@@ -38,6 +39,7 @@ def embed_shard(token_ids: Tensor, table: Tensor, first_id: int) -> Tensor:
     return rows
 
 
+@launchable
 @triton.jit
 def _embed_kernel(
     ids_ptr: tl.tensor,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.ops.kernels.launch import blocks_of, launchable
 from unisono.ops.kernels.linear_tiles import Tile
 from unisono.ops.kernels.routing import Groups, group_by_expert
 from unisono.ops.reference.experts import Experts
@@ -95,7 +96,7 @@ def weighted_sum(said: Tensor, weights: Tensor, extra: Tensor | None) -> Tensor:
         assert extra.shape == (tokens, width)
         assert extra.is_contiguous()
     out = torch.empty((tokens, width), dtype=said.dtype, device=said.device)
-    _sum_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+    _sum_kernel[(tokens, blocks_of(width, _BLOCK))](
         said,
         weights,
         said if extra is None else extra,
@@ -123,7 +124,7 @@ def _launch(
     outputs, inputs = weight.shape[1] // (2 if is_gated else 1), weight.shape[2]
     num_tiles = groups.tiles.shape[1]
     depth = tile.depth if x.element_size() == 2 else tile.depth // 2
-    _grouped_kernel[(triton.cdiv(outputs, tile.outputs), num_tiles)](
+    _grouped_kernel[(blocks_of(outputs, tile.outputs), num_tiles)](
         x,
         weight,
         out,
@@ -155,6 +156,7 @@ def _heights_agree(gate_up: Tensor, down: Tensor) -> bool:
     return torch.equal(low.view(bits), tall.view(bits))
 
 
+@launchable
 @triton.jit(do_not_specialize=["num_tiles"])
 def _grouped_kernel(
     x_ptr: tl.tensor,
@@ -225,6 +227,7 @@ def _grouped_kernel(
         tl.store(p_out, tl.trans(b_sum).to(dtype), mask=m_r[:, None] & m_o[None, :])
 
 
+@launchable
 @triton.jit
 def _sum_kernel(
     said_ptr: tl.tensor,

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unisono.ops.kernels.alignment import row_alignment, with_aligned_rows
+from unisono.ops.kernels.launch import blocks_of, launchable
 from unisono.ops.kernels.norm import MAX_WIDTH, shape_of_program
 from unisono.ops.kernels.overlap import begin, overlap_options
 
@@ -24,7 +25,7 @@ def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
     assert gate.shape in ((tokens, width), (tokens, 1)), (x.shape, gate.shape)
     assert x.stride(1) == gate.stride(1) == 1 or width == 1
     y = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
-    _sigmoid_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+    _sigmoid_kernel[(tokens, blocks_of(width, _BLOCK))](
         x,
         gate,
         y,
@@ -60,7 +61,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     x, gate = (with_aligned_rows(t.flatten(1), align) for t in (x, gate))
     num_rows = len(x) * heads
     rows, block, num_warps = shape_of_program(width)
-    _gated_norm_kernel[(triton.cdiv(num_rows, rows),)](
+    _gated_norm_kernel[(blocks_of(num_rows, rows),)](
         x,
         gate,
         weight,
@@ -81,6 +82,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return y
 
 
+@launchable
 @triton.jit
 def _sigmoid_kernel(
     x_ptr: tl.tensor,
@@ -103,6 +105,7 @@ def _sigmoid_kernel(
     tl.store(y_ptr + token * width + columns, y, mask=inside)
 
 
+@launchable
 @triton.jit(
     do_not_specialize=[
         "x_ptr",

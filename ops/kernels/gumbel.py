@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.ops.kernels.launch import launchable
 from unisono.ops.kernels.sampling import greatest, key_of, pieces_of
 
 _PIECE = 1024
@@ -92,6 +93,7 @@ def _check(temperature: Tensor, seeds: Tensor, positions: Tensor) -> None:
     assert positions.is_contiguous()
 
 
+@launchable
 @triton.jit
 def _noise_kernel(
     logits_ptr: tl.tensor,

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from unisono.ops.kernels.launch import blocks_of, launchable
 from unisono.ops.kernels.linear_tiles import (
     BORDER,
     HEIGHTS,
@@ -103,9 +105,12 @@ class OrderedLinear:
         num_outputs, num_inputs = weight.shape
         self._weight, self._transposed, self._verdict = weight, weight.T, verdict
         self._dtype, self._out_dtype = weight.dtype, verdict.out_dtype
-        tiles = {h: narrow_tile(num_outputs, num_inputs, h, weight.dtype) for h in HEIGHTS}
-        self._one_tile = tiles[HEIGHTS[0]] if verdict.tall == "one tile" else None
-        self._tiles = [tiles[height_of(max(rows, 1))] for rows in range(BORDER)]
+        narrow = {
+            height: Tiled.of(weight, narrow_tile(num_outputs, num_inputs, height, weight.dtype))
+            for height in HEIGHTS
+        }
+        self._one_tile = narrow[HEIGHTS[0]] if verdict.tall == "one tile" else None
+        self._narrow = [narrow[height_of(max(rows, 1))] for rows in range(BORDER)]
         self._uses_library = verdict.tall == "cublaslt"
 
     @property
@@ -119,12 +124,12 @@ class OrderedLinear:
         if num_rows >= BORDER and self._uses_library:
             return library_product(x.contiguous(), self._transposed, self._out_dtype)
         if self._one_tile is not None:
-            tile = self._one_tile
+            tiled = self._one_tile
         elif num_rows < BORDER:
-            tile = self._tiles[num_rows]
+            tiled = self._narrow[num_rows]
         else:
-            tile = tall_tile(num_rows, self._dtype)
-        return ordered_product(x.contiguous(), self._weight, self._out_dtype, tile)
+            tiled = Tiled.of(self._weight, tall_tile(num_rows, self._dtype))
+        return tiled_product(x.contiguous(), tiled, self._out_dtype)
 
 
 def library_product(x: Tensor, transposed: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -139,19 +144,49 @@ def ordered_product(x: Tensor, weight: Tensor, out_dtype: torch.dtype, tile: Til
 
     Any tile serves any number of rows.
     """
+    return tiled_product(x, Tiled.of(weight, tile), out_dtype)
+
+
+class Tiled(NamedTuple):
+    """A weight as the kernel is handed it: tile after tile."""
+
+    weight: Tensor
+    tile: Tile
+    handed: Tensor | TensorDescriptor
+    bulk: bool
+    """Whether the copy engine brings it."""
+    ahead: int
+    """Bytes of each row of a tile that are fetched while the kernel before still runs."""
+
+    @classmethod
+    def of(cls, weight: Tensor, tile: Tile) -> Tiled:
+        assert weight.is_contiguous(), "rows of the weight must be contiguous"
+        row = weight.shape[1] * weight.element_size()
+        starts_on_lines = not row % LINE.value and not weight.data_ptr() % LINE.value
+        # The interpreter, on a CPU, copies as well as the engine of a Hopper card.
+        has_engine = weight.device.type != "cuda" or overlap_options(weight.device)["OVERLAPS"]
+        if tile.bulk and starts_on_lines and has_engine:
+            shape = [tile.outputs, tile.depth]
+            return cls(weight, tile, TensorDescriptor.from_tensor(weight, shape), True, 0)
+        ahead = 0
+        if starts_on_lines and tile.outputs >= _LEAST_AHEAD:
+            ahead = min(row, _FETCHED_AHEAD // tile.outputs // LINE.value * LINE.value)
+        return cls(weight, tile, weight, False, ahead)
+
+
+def tiled_product(x: Tensor, tiled: Tiled, out_dtype: torch.dtype) -> Tensor:
+    """`ordered_product` with what was laid out before."""
+    weight, tile = tiled.weight, tiled.tile
     num_rows, (num_outputs, num_inputs) = x.shape[0], weight.shape
     assert x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}"
     assert x.shape[1] == num_inputs, f"x is {list(x.shape)}, the weight {list(weight.shape)}"
     assert x.is_contiguous(), "rows of x must be contiguous"
-    assert weight.is_contiguous(), "rows of the weight must be contiguous"
     out = torch.empty(num_rows, num_outputs, dtype=out_dtype, device=x.device)
     if num_rows == 0:
         return out
-    row_tiles = -(-num_rows // tile.rows)
-    bulk = tile.bulk and _is_fit_for_bulk(weight)
-    _ordered_kernel[(-(-num_outputs // tile.outputs) * row_tiles,)](
+    _ordered_kernel[(blocks_of(num_outputs, tile.outputs) * blocks_of(num_rows, tile.rows),)](
         x,
-        TensorDescriptor.from_tensor(weight, [tile.outputs, tile.depth]) if bulk else weight,
+        tiled.handed,
         out,
         num_rows,
         num_outputs,
@@ -161,8 +196,8 @@ def ordered_product(x: Tensor, weight: Tensor, out_dtype: torch.dtype, tile: Til
         BLOCK_K=tile.depth,
         GROUP=_GROUP,
         EVEN_K=num_inputs % tile.depth == 0,
-        BULK=bulk,
-        AHEAD=0 if bulk else _bytes_ahead(weight, tile),
+        BULK=tiled.bulk,
+        AHEAD=tiled.ahead,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **overlap_options(x.device),
@@ -170,23 +205,7 @@ def ordered_product(x: Tensor, weight: Tensor, out_dtype: torch.dtype, tile: Til
     return out
 
 
-def _is_fit_for_bulk(weight: Tensor) -> bool:
-    """Whether the copy engine can read `weight`: on Hopper, with rows that begin on LINEs."""
-    row = weight.shape[1] * weight.element_size()
-    if row % LINE.value or weight.data_ptr() % LINE.value:
-        return False
-    # The interpreter, on a CPU, copies as well.
-    return weight.device.type != "cuda" or overlap_options(weight.device)["OVERLAPS"]
-
-
-def _bytes_ahead(weight: Tensor, tile: Tile) -> int:
-    """Bytes of each row of a tile that are fetched while the kernel before still runs."""
-    row = weight.shape[1] * weight.element_size()
-    if row % LINE.value or weight.data_ptr() % LINE.value or tile.outputs < _LEAST_AHEAD:
-        return 0
-    return min(row, _FETCHED_AHEAD // tile.outputs // LINE.value * LINE.value)
-
-
+@launchable
 @triton.jit(do_not_specialize=["num_rows"])
 def _ordered_kernel(
     x_ptr: tl.tensor,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unisono.ops.kernels.alignment import row_alignment
+from unisono.ops.kernels.launch import blocks_of, launchable, power_of_two
 from unisono.ops.kernels.overlap import begin, overlap_options
 
 MAX_WIDTH = 16384
@@ -42,7 +43,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     bits the first result has.
     """
     normed, total = torch.empty_like(x), torch.empty_like(x)
-    _launch(x.unsqueeze(0), None, residual, weight, eps, normed, total)
+    _launch(x, None, residual, weight, eps, normed, total)
     return normed, total
 
 
@@ -61,7 +62,7 @@ def ordered_sum_add_rms_norm(
 
 def shape_of_program(width: int) -> tuple[int, int, int]:
     """Rows and columns of a program's block, and its warps: the order of a row's sum."""
-    block = triton.next_power_of_2(max(width, 16))
+    block = power_of_two(max(width, 16))
     if block <= _SHORT:
         return _SHARED_PROGRAM // block, block, 4
     return 1, block, min(16, block // 256)
@@ -76,7 +77,7 @@ def _launch(
     normed: Tensor,
     total: Tensor,
 ) -> None:
-    """Without a residual `parts` is one part without its leading dimension of ranks."""
+    """`parts` of more than one rank have a leading dimension."""
     width = normed.shape[-1]
     assert width <= MAX_WIDTH, width
     assert weight.shape[-1] == width, (width, weight.shape)
@@ -89,7 +90,7 @@ def _launch(
         assert other.is_contiguous()
     num_rows = normed.numel() // width
     rows, block, num_warps = shape_of_program(width)
-    _norm_kernel[(triton.cdiv(num_rows, rows),)](
+    _norm_kernel[(blocks_of(num_rows, rows),)](
         parts,
         weight if bias is None else bias,
         parts if residual is None else residual,
@@ -100,7 +101,7 @@ def _launch(
         eps,
         WIDTH=width,
         HEADS=weight.numel() // width,
-        RANKS=1 if residual is None else parts.shape[0],
+        RANKS=parts.numel() // normed.numel() if num_rows else 1,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         ALIGN=row_alignment(width, parts, weight, normed, total, *others),
@@ -112,6 +113,7 @@ def _launch(
     )
 
 
+@launchable
 @triton.jit(
     do_not_specialize=[
         "parts_ptr",

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.ops.kernels.launch import blocks_of, launchable
 from unisono.ops.kernels.overlap import begin, overlap_options
 
 _BLOCK = 1024
@@ -24,7 +25,7 @@ def ordered_sum(parts: Tensor) -> Tensor:
     assert parts.is_contiguous()
     total = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
     count = total.numel()
-    _sum_kernel[(triton.cdiv(count, _BLOCK),)](
+    _sum_kernel[(blocks_of(count, _BLOCK),)](
         parts,
         total,
         count,
@@ -36,6 +37,7 @@ def ordered_sum(parts: Tensor) -> Tensor:
     return total
 
 
+@launchable
 @triton.jit
 def _sum_kernel(
     parts_ptr: tl.tensor,

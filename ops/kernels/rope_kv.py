@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unisono.ops.kernels.alignment import row_alignment
+from unisono.ops.kernels.launch import blocks_of, launchable, power_of_two
 from unisono.ops.kernels.overlap import begin, overlap_options
 
 _PROGRAM = 1024
@@ -51,9 +52,9 @@ def rope_and_write_kv(
     assert cos.is_contiguous()
     assert sin.is_contiguous()
     assert slot_mapping.is_contiguous()
-    block = triton.next_power_of_2(max(dim, 16))
+    block = power_of_two(max(dim, 16))
     rows = max(1, _PROGRAM // block)
-    _rope_kernel[(tokens, triton.cdiv(all_heads, rows))](
+    _rope_kernel[(tokens, blocks_of(all_heads, rows))](
         heads,
         norms,
         cos,
@@ -95,6 +96,7 @@ def _check(heads: Tensor, norms: Tensor, k_cache: Tensor, v_cache: Tensor, align
     assert norms is heads or norms.is_contiguous()
 
 
+@launchable
 @triton.jit(
     do_not_specialize=[
         "heads_ptr",

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unisono.ops.kernels.alignment import row_alignment
+from unisono.ops.kernels.launch import blocks_of, launchable, power_of_two
 
 _FEW = 1024
 """Experts up to which one warp takes a row."""
@@ -46,7 +47,7 @@ def route_experts(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[T
     shape = (tokens, num_chosen)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
-    block = triton.next_power_of_2(num_experts)
+    block = power_of_two(num_experts)
     _route_kernel[(tokens,)](
         logits,
         weights,
@@ -71,7 +72,7 @@ def group_by_expert(ids: Tensor, num_experts: int, height: int) -> Groups:
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=device)
     if slots <= _MOST_COMPARED:
         order = torch.empty(slots, dtype=torch.int32, device=device)
-        blocks, scan = triton.cdiv(slots, _BLOCK), min(_SCAN, triton.next_power_of_2(slots + 32))
+        blocks, scan = blocks_of(slots, _BLOCK), min(_SCAN, power_of_two(slots + 32))
     else:
         order = ids.flatten().sort(stable=True).indices.int()
         blocks, scan = 0, _MOST_COMPARED
@@ -84,7 +85,7 @@ def group_by_expert(ids: Tensor, num_experts: int, height: int) -> Groups:
             num_tiles,
             NUM=num_experts,
             HEIGHT=height,
-            BINS=triton.next_power_of_2(num_experts + 1),
+            BINS=power_of_two(num_experts + 1),
             BLOCK=_BLOCK,
             SCAN=scan,
             num_warps=4,
@@ -92,6 +93,7 @@ def group_by_expert(ids: Tensor, num_experts: int, height: int) -> Groups:
     return Groups(order, tiles)
 
 
+@launchable
 @triton.jit(do_not_specialize=["logits_ptr", "weights_ptr", "ids_ptr"])
 def _route_kernel(
     logits_ptr: tl.tensor,
@@ -125,6 +127,7 @@ def _route_kernel(
     tl.store(ids_ptr + place, i.to(tl.int64), mask=is_chosen)
 
 
+@launchable
 @triton.jit(do_not_specialize=["num_slots", "num_tiles"])
 def _group_kernel(
     ids_ptr: tl.tensor,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.ops.kernels.launch import blocks_of, launchable, power_of_two
 from unisono.ops.kernels.overlap import begin, overlap_options
 
 LEAST_KEY = tl.constexpr(-(1 << 63))
@@ -49,7 +50,7 @@ def pieces_of(logits: Tensor, first_id: int, num_ids: int, piece: int) -> tuple[
     assert logits.stride(1) == 1
     rows, shard = logits.shape
     eligible = min(shard, max(num_ids - first_id, 0))
-    return rows, eligible, max(1, triton.cdiv(eligible, piece))
+    return rows, eligible, max(1, blocks_of(eligible, piece))
 
 
 def greatest(keys: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ def greatest(keys: Tensor) -> Tensor:
     if pieces == 1:
         return keys[:, 0]
     best = torch.empty((rows,), dtype=torch.int64, device=keys.device)
-    block = triton.next_power_of_2(pieces)
+    block = power_of_two(pieces)
     _greatest_kernel[(rows,)](
         keys,
         best,
@@ -70,6 +71,7 @@ def greatest(keys: Tensor) -> Tensor:
     return best
 
 
+@launchable
 @triton.jit
 def _piece_kernel(
     logits_ptr: tl.tensor,
@@ -103,6 +105,7 @@ def key_of(
     return tl.where(inside, (ordered.to(tl.int64) << _ID_BITS) | lowest, LEAST_KEY)
 
 
+@launchable
 @triton.jit
 def _greatest_kernel(
     keys_ptr: tl.tensor,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unisono.ops.delta import CHUNK, PendingTokens
 from unisono.ops.kernels.delta_plan import DeltaPlan
+from unisono.ops.kernels.launch import blocks_of, launchable, power_of_two
 from unisono.ops.kernels.overlap import begin, overlap_options
 
 _BLOCK_C = 256
@@ -50,7 +51,7 @@ def short_conv(
     assert pending is None or kept.is_contiguous()
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
     num_tiles = plan.tiles.shape[1]
-    _conv_kernel[(num_tiles, triton.cdiv(channels, _BLOCK_C))](
+    _conv_kernel[(num_tiles, blocks_of(channels, _BLOCK_C))](
         x,
         weight,
         conv,
@@ -67,8 +68,8 @@ def short_conv(
         TAPS=taps,
         ROOM=plan.room(pending),
         TILE=CHUNK,
-        PAST=triton.next_power_of_2(max(taps - 1, 1)),
-        BLOCK_T=min(_MOST_T, triton.next_power_of_2(max(plan.longest, 1))),
+        PAST=power_of_two(max(taps - 1, 1)),
+        BLOCK_T=min(_MOST_T, power_of_two(max(plan.longest, 1))),
         BLOCK_C=_BLOCK_C,
         num_warps=4,
         enable_fp_fusion=False,
@@ -77,6 +78,7 @@ def short_conv(
     return out
 
 
+@launchable
 @triton.jit(
     do_not_specialize=["records_ptr", "states_ptr", "tiles_ptr", "num_rows", "num_tiles"],
 )

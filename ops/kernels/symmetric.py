@@ -19,8 +19,8 @@ goes on with what it has. Nobody waits again after that. A kernel runs the stage
 its exchange: all of them, but where ranks are played one after the other, in tests.
 
 table_ptr [RANKS + 1] int64: the addresses of every rank's memory and of the fault word. state_ptr
-int64: whether this rank has given up, then epochs, a kernel's from EPOCHS on. Names hold
-"all_reduce": so ops/device_time.py knows them.
+int64: whether this rank has given up, then epochs, a kernel's from EPOCHS on. ops/device_time.py
+knows them by "all_reduce".
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from unisono.ops.kernels.launch import launchable
 from unisono.ops.kernels.norm import load_rows, normalised
 
 
+@launchable
 @triton.jit(do_not_specialize=["rank", "polls"])
 def one_shot_all_reduce_kernel(
     x_ptr: tl.tensor,
@@ -66,6 +68,7 @@ def one_shot_all_reduce_kernel(
         tl.store(state_ptr + EPOCHS + lane, epoch)
 
 
+@launchable
 @triton.jit(do_not_specialize=["rank", "polls"])
 def one_shot_all_reduce_add_rms_norm_kernel(
     x_ptr: tl.tensor,
@@ -125,6 +128,7 @@ def one_shot_all_reduce_add_rms_norm_kernel(
         tl.store(state_ptr + EPOCHS + lane, epoch)
 
 
+@launchable
 @triton.jit(do_not_specialize=["rank", "polls"])
 def one_shot_all_reduce_max_kernel(
     x_ptr: tl.tensor,
@@ -165,6 +169,7 @@ def one_shot_all_reduce_max_kernel(
         tl.store(state_ptr + EPOCHS + lane, epoch)
 
 
+@launchable
 @triton.jit(do_not_specialize=["rank", "polls"])
 def two_shot_all_reduce_kernel(
     x_ptr: tl.tensor,
@@ -186,11 +191,8 @@ def two_shot_all_reduce_kernel(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ) -> None:
-    """`count` numbers; of each lane every rank sums one slice of `size`.
-
-    SIGNALS and DATA: at which byte of the memory signals and numbers begin; a lane's region of the
-    latter has REGION bytes.
-    """
+    """`count` numbers; of each lane every rank sums one slice of `size`. Signals and numbers are in
+    the memory from bytes SIGNALS and DATA on; a lane's region of the latter has REGION bytes."""
     dtype = total_ptr.dtype.element_ty
     lane = tl.program_id(0)
     epoch = tl.load(state_ptr + EPOCHS + lane) + 1

@@ -45,9 +45,9 @@ def test_the_demo_model_has_one_answer(tmp_path: Path) -> None:
         assert [entry["label"] for entry in of_count[:9]] == [
             "plain",
             "batch 8",
-            "chunk 64",
-            "prefix cache",
-            "batch 6, pre-empt",
+            "batch 8, chunk 64",
+            "batch 8, prefix cache",
+            "batch 8, pre-empt",
             "batch 8, chunk 64, pre-empt",
             "batch 8, chunk 64, prefix cache",
             "seeded",
@@ -88,9 +88,9 @@ def test_answers_are_the_same_where_ranks_sleep_and_load_again(tmp_path: Path) -
     assert report["ok"]
     assert [entry["label"] for entry in report["settings"]] == [
         "plain",
-        "batch 4, sleep",
-        "batch 4, reload",
-        "batch 4, sleep, reload",
+        "batch 8, sleep",
+        "batch 8, reload",
+        "batch 8, sleep, reload",
     ]
 
 

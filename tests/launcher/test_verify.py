@@ -210,7 +210,7 @@ def test_two_engines_run_two_rank_counts_and_each_verdict_is_a_line(
     assert len(engines.settings) == len(said["settings"]) == 18
     lines = err.splitlines()
     assert re.fullmatch(r"unisono: 1 rank, float32: started in \d+\.\d s", lines[0])
-    outcome = r"unisono: 3 of 18: 1 rank, float32, chunk 64: equal; 12 tokens, \d+\.\d s"
+    outcome = r"unisono: 3 of 18: 1 rank, float32, batch 8, chunk 64: equal; 32 tokens, \d+\.\d s"
     assert re.fullmatch(outcome, lines[3])
     assert lines[11].startswith("unisono: 10 of 18: 2 ranks, float32, plain against 1 rank: within")
     assert lines[-1].startswith("18 of 18 promises hold: ")
@@ -276,9 +276,9 @@ def test_answers_long_enough_are_interrupted_by_sleep_and_reload(
     assert (code, said["ok"]) == (0, True)
     assert [(entry["label"], entry["sleep"], entry["reload"]) for entry in said["settings"]] == [
         ("plain", False, False),
-        ("batch 4, sleep", True, False),
-        ("batch 4, reload", False, True),
-        ("batch 4, sleep, reload", True, True),
+        ("batch 8, sleep", True, False),
+        ("batch 8, reload", False, True),
+        ("batch 8, sleep, reload", True, True),
     ]
     [engine] = engines.started
     nap = [Sleep(level=1), Wake()]
@@ -367,10 +367,10 @@ def test_what_was_judged_is_shown_when_it_is_interrupted(
     code, out, err = run(model, *RANDOM, "--html", str(page))
     assert code == 143
     table = out.splitlines()
-    assert [line.split()[2] for line in table if line.endswith("equal")] == [
-        "plain",
-        "batch",
-        "chunk",
+    assert [line.split()[2:-6] for line in table if line.endswith("equal")] == [
+        ["plain"],
+        ["batch", "8"],
+        ["batch", "8,", "chunk", "64"],
     ]
     last = err.splitlines()[-1]
     assert last.startswith("interrupted: 3 of 3 promises hold, of 8 to be tested: ")
@@ -428,7 +428,7 @@ def test_a_difference_ends_with_1_and_is_on_the_page(
     assert code == 1
     assert re.search(r"prompt 0, token 3: \d+ for \d+", " ".join(out.split()))
     assert "1 of 2 promises hold" in err
-    assert "6 of 6 requests differ" in page.read_text()
+    assert "16 of 16 requests differ" in page.read_text()
 
 
 def test_a_page_that_cannot_be_written_after_all_ends_with_1(

@@ -11,7 +11,7 @@ import pytest
 from tests.launcher.fakes import tiny_model
 from unisono.launcher.verify_options import check_page, read_choices, with_defaults
 from unisono.launcher.verify_plan import (
-    PRE_EMPT_BATCH,
+    COMPANY,
     Reach,
     Setting,
     Sizes,
@@ -68,10 +68,10 @@ def test_every_value_stands_alone_once_and_together() -> None:
     assert [each.label for each in settings if each.tp == 1] == [
         "plain",
         "batch 8",
-        "chunk 64",
-        "chunk 256",
-        "prefix cache",
-        f"batch {PRE_EMPT_BATCH}, pre-empt",
+        f"batch {COMPANY}, chunk 64",
+        f"batch {COMPANY}, chunk 256",
+        f"batch {COMPANY}, prefix cache",
+        f"batch {COMPANY}, pre-empt",
         "batch 8, chunk 256, pre-empt",
         "batch 8, chunk 256, prefix cache",
         "seeded",
@@ -85,7 +85,8 @@ def test_every_value_stands_alone_once_and_together() -> None:
 
 def test_full_is_the_product_and_plain_comes_first() -> None:
     settings = matrix((1,), ("float32", "bfloat16"), VALUES, seeded=False, full=True)
-    assert len(settings) == len(set(settings)) == 2 * (2 * 3 * 2 * 2)
+    # With pre-emption nobody is alone.
+    assert len(settings) == len(set(settings)) == 2 * ((2 + 1) * 3 * 2)
     for number, setting in enumerate(settings):
         assert settings.index(setting.plain) <= number
 
@@ -163,7 +164,7 @@ def test_each_axis_has_a_first_word_before_one_has_its_second() -> None:
             seeded=False,
             full=False,
         )
-        if each.label in ("batch 4, sleep", "batch 4, reload")
+        if each.label in (f"batch {COMPANY}, sleep", f"batch {COMPANY}, reload")
     ]
     assert (sleep.sleep, reload.reload) == (True, True)
 

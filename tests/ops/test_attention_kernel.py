@@ -30,7 +30,7 @@ pytestmark = MARKS
 
 BOUND = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SCALE = 0.17
-LENGTHS = [1, 63, 64, 65, 511, 512, 513, 700, 1100]
+LENGTHS = [1, 63, 64, 65, 255, 256, 257, 700, 1100]
 DTYPE = torch.bfloat16 if IS_GPU else torch.float16
 
 
@@ -213,10 +213,10 @@ def test_only_splits_in_sight_are_launched():
     shape = AttentionShape(8, 2, 16)
     table = torch.zeros(1, 200, dtype=torch.int64)
     for start, count, window, splits in [
-        (511, 1, 0, 1),
-        (512, 1, 0, 2),
-        (510, 3, 0, 2),
-        (10_000, 1, 100, 1),
+        (255, 1, 0, 1),
+        (256, 1, 0, 2),
+        (254, 3, 0, 2),
+        (10_100, 1, 100, 1),
         (10_240, 1, 2, 2),
         (10_240, 1, 1, 1),
     ]:
@@ -233,7 +233,7 @@ def test_only_splits_in_sight_are_launched():
 )
 def test_one_answer_at_real_widths(dim, group, window):
     one = request(3001, AttentionShape(2 * group, 2, dim), torch.bfloat16)
-    _assert_one_answer(one, window, [1, 64, 512, 513, 700, 1500, 3001])
+    _assert_one_answer(one, window, [1, 64, 256, 257, 512, 513, 700, 1500, 3001])
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ from tests.ops.kernel_rig import DEVICE, DTYPES, IS_GPU, assert_same_rows
 from unisono.ops.kernels import linear as kernels
 from unisono.ops.kernels.linear import (
     OrderedLinear,
+    Tiled,
     Verdict,
     Verdicts,
     ordered_product,
@@ -164,12 +165,12 @@ def test_the_verdict_says_what_serves_from_the_border_up(
         calls.append(len(x))
         return x @ transposed
 
-    def ours(x: Tensor, weight: Tensor, out_dtype: torch.dtype, tile: Tile) -> Tensor:
-        tiles.add(tile)
-        return x @ weight.T
+    def ours(x: Tensor, tiled: Tiled, out_dtype: torch.dtype) -> Tensor:
+        tiles.add(tiled.tile)
+        return x @ tiled.weight.T
 
     monkeypatch.setattr(kernels, "library_product", library)
-    monkeypatch.setattr(kernels, "ordered_product", ours)
+    monkeypatch.setattr(kernels, "tiled_product", ours)
     weight, dtype = _ones(40, 72, torch.float16), torch.float16
     verdict = Verdict(shape=(40, 72), dtype=dtype, out_dtype=dtype, tall=tall, reason="a test")
     product = OrderedLinear(weight, verdict)
