@@ -254,10 +254,11 @@ class LocalEngine:
                 output = rank.runner.step(plan)
                 if isinstance(output, StepOutput):
                     return output
-                used = used_places(plan)
-                is_shown = self._device.type == "cpu"
-                logits = torch.cat(rank.logits)[used] if is_shown else torch.empty(len(used), 0)
-                rank.logits[:] = [logits]
+                if rank.runner._decode is not None and plan.rows.decode_only:
+                    used = used_places(plan)
+                    is_shown = self._device.type == "cpu"
+                    logits = torch.cat(rank.logits)[used] if is_shown else torch.empty(len(used), 0)
+                    rank.logits[:] = [logits]
                 return StepOutput(output.tokens, output.logprobs, counts=output.counts)
             except BaseException:
                 if isinstance(rank.group, ThreadGroup):

@@ -13,6 +13,7 @@ from torch import Tensor
 from unisono.models.interface import ForwardBatch
 from unisono.ops.attention import AttentionShape
 from unisono.ops.table import Ops
+from unisono.ops.transfer import upload_all
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.protocol import Phase, Rows, StepPlan, int32s
 from unisono.workers.slot_table import SlotTable
@@ -35,6 +36,8 @@ class StepInputs:
     """[S] its position in the request."""
     row_slots: list[int]
     """The sampling rows' slots, R."""
+    row_positions: list[int]
+    """The position of the first token that each of them receives."""
     sizes: list[int]
     """How many of the S each of them has: 1, and one for each draft."""
 
@@ -65,56 +68,80 @@ class BatchBuilder:
     def build(self, plan: StepPlan) -> StepInputs:
         """Expand the rows of `plan`, whose changes the slot table has gone through.
 
-        Every position must have its block and its token there.
+        Every position must have its block and its token there. The host waits for the device only
+        where rows decode behind drafts: how many were right, only the device knows.
         """
-        rows, device = self._expanded(plan.rows), self._slots.token_ids.device
+        rows, num_pending = self._settled(plan.rows)
+        device = self._slots.token_ids.device
         slot = torch.tensor(rows.slot, dtype=torch.int64)
         start = torch.tensor(rows.start, dtype=torch.int64)
         count = torch.tensor(rows.count, dtype=torch.int64)
         stop = count.cumsum(0)
-        row_of_token = torch.repeat_interleave(torch.arange(len(rows)), count)
-        positions = torch.arange(len(row_of_token)) + (start - stop + count)[row_of_token]
-        slot_of_token = slot[row_of_token].to(device)
-        slot_of_row, positions = slot.to(device), positions.to(device)
-        delta = self._plan_delta(plan, rows, slot_of_row) if self._is_hybrid else None
-        tokens = self._slots.token_ids[slot_of_token, positions]
-        batch = self._batch(tokens, slot_of_token, positions, slot_of_row, rows, delta)
+        position = torch.arange(int(count.sum())) + (start - stop + count).repeat_interleave(count)
         sizes = [
             0 if phase == Phase.CHUNK else 1 if phase == Phase.PROMPT else each
             for phase, each in zip(rows.phase, rows.count, strict=True)
         ]
-        sampled = torch.tensor(sizes)
         # The last tokens of each row: as many as are sampled behind.
-        samples = torch.arange(len(row_of_token)) >= (stop - sampled)[row_of_token]
-        samples = samples.to(device)
+        sampled = torch.tensor(sizes, dtype=torch.int64)
+        before = sampled.cumsum(0) - sampled
+        index = torch.arange(sum(sizes)) + (stop - sampled - before).repeat_interleave(sampled)
+        slots_of, positions, slot_of_row, logits_index, sample_slots, sample_positions = upload_all(
+            device,
+            slot.repeat_interleave(count),
+            position,
+            slot,
+            index,
+            slot.repeat_interleave(sampled),
+            position[index] + 1,
+        )
+        tokens = self._slots.token_ids[slots_of, positions]
+        delta = None
+        if self._is_hybrid:
+            delta = self._plan_delta(plan, rows, slot_of_row, num_pending)
+        ends = zip(rows.slot, rows.start, rows.count, sizes, strict=True)
+        sampling = [(number, at + each - size + 1, size) for number, at, each, size in ends if size]
         return StepInputs(
-            rows,
-            batch,
-            slot_of_token,
-            samples.nonzero().flatten(),
-            slot_of_token[samples],
-            positions[samples] + 1,
-            [number for number, size in zip(rows.slot, sizes, strict=True) if size],
-            [size for size in sizes if size],
+            rows=rows,
+            batch=self._batch(tokens, slots_of, positions, slot_of_row, rows, delta),
+            slot_of_token=slots_of,
+            logits_index=logits_index,
+            sample_slots=sample_slots,
+            sample_positions=sample_positions,
+            row_slots=[number for number, _, _ in sampling],
+            row_positions=[position for _, position, _ in sampling],
+            sizes=[size for _, _, size in sampling],
         )
 
-    def one_each(self, slots: Tensor, positions: Tensor, token_ids: Tensor) -> ForwardBatch:
-        """A batch of one token for each of `slots`, without recurrent states; all [R] int64."""
-        starts = int32s(positions.tolist())
-        rows = Rows(slot=starts, start=starts, count=int32s([1] * len(starts)))
-        return self._batch(token_ids, slots, positions, slots, rows, None)
+    def one_each(
+        self, slots: Sequence[int], positions: Sequence[int], token_ids: Tensor
+    ) -> ForwardBatch:
+        """A batch of one token for each of `slots`, without recurrent states; token_ids [R]."""
+        rows = Rows(slot=int32s(slots), start=int32s(positions), count=int32s([1] * len(slots)))
+        device = self._slots.token_ids.device
+        slot_of_row, at = upload_all(device, rows.slot, rows.start)
+        return self._batch(token_ids, slot_of_row, at, slot_of_row, rows, None)
 
-    def _expanded(self, rows: Rows) -> Rows:
-        """The rows as they are computed. Where drafts may be in flight the plan knows no start."""
-        if not self._speculates:
-            return rows
-        lengths = self._slots.lengths[torch.tensor(rows.slot, dtype=torch.int64)].tolist()
+    def _settled(self, rows: Rows) -> tuple[Rows, list[int]]:
+        """The rows as they are computed, and how many tokens are pending of each; [] is none.
+
+        Where drafts may be in flight the plan knows no start of a row that decodes. Prompts have no
+        drafts behind them, and steps of nothing else ask for nothing.
+        """
+        if not self._speculates or Phase.DECODE not in rows.phase:
+            return rows, []
+        table = self._slots
+        [slots] = upload_all(table.lengths.device, rows.slot)
+        lengths, num_pending = torch.stack(
+            (table.lengths[slots], table.num_pending[slots])
+        ).tolist()
         start, count = rows.start[:], rows.count[:]
         for row, drafts in enumerate(rows.drafts or repeat(0, len(rows))):
             if rows.phase[row] == Phase.DECODE:
                 start[row] = lengths[row] - 1
                 count[row] += drafts
-        return Rows(slot=rows.slot, start=start, count=count, phase=rows.phase)
+        settled = Rows(slot=rows.slot, start=start, count=count, phase=rows.phase)
+        return settled, num_pending
 
     def _batch(
         self,
@@ -140,14 +167,13 @@ class BatchBuilder:
             delta=delta,
         )
 
-    def _plan_delta(self, plan: StepPlan, rows: Rows, slot_of_row: Tensor) -> Any:
+    def _plan_delta(
+        self, plan: StepPlan, rows: Rows, slot_of_row: Tensor, num_pending: list[int]
+    ) -> Any:
         row_of = {slot: row for row, slot in enumerate(rows.slot)}
         saves = zip(plan.save_slot, plan.save_length, plan.save_state, strict=True)
-        held: dict[str, Sequence[int] | Sequence[bool]] = {}
-        if self._speculates:
-            drafts = plan.rows.drafts or [0] * len(rows)
-            held["num_pending"] = self._slots.num_pending[slot_of_row].tolist()
-            held["holds_back"] = [each > 0 for each in drafts]
+        holds_back = [drafts > 0 for drafts in plan.rows.drafts]
+        late = {"num_pending": num_pending, "holds_back": holds_back} if self._speculates else {}
         return self._ops.plan_delta(
             rows.start,
             rows.count,
@@ -155,5 +181,5 @@ class BatchBuilder:
             self._slots.states[slot_of_row],
             [(row_of[slot], length, state) for slot, length, state in saves],
             device=slot_of_row.device,
-            **held,
+            **late,
         )

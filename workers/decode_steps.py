@@ -18,6 +18,7 @@ from torch import Tensor
 
 from unisono.models.interface import ForwardBatch, Model
 from unisono.ops.attention import AttentionShape
+from unisono.ops.transfer import Result
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
@@ -25,7 +26,7 @@ from unisono.workers.protocol import Rows
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
 from unisono.workers.state_pool import StatePool, caches_of
-from unisono.workers.step_buffers import Result, StepBuffers
+from unisono.workers.step_buffers import StepBuffers
 
 
 class DecodeSteps:
@@ -72,7 +73,7 @@ class DecodeSteps:
         height, eager = sized(len(rows), self._buckets)
         key = (height, draws)
         tokens = self._graphs.run("tail", key, lambda: self._tail(*key), eager)
-        return self._buffers.take_result(tokens[: len(rows)])
+        return Result(tokens[: len(rows)])
 
     def _forward(self, height: int, num_splits: int) -> None:
         buffers, slots = self._buffers, self._slots

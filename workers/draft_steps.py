@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unisono.models.interface import ForwardBatch, Model
 from unisono.ops.attention import AttentionShape
+from unisono.ops.transfer import Result, upload_all
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.decode_steps import sized
 from unisono.workers.graph_pool import GraphPool
@@ -28,11 +29,13 @@ from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
 from unisono.workers.speculator import is_forced
 from unisono.workers.state_pool import StatePool, caches_of
-from unisono.workers.step_buffers import RING, Result, StepBuffers
+from unisono.workers.step_buffers import StepBuffers
 
 if TYPE_CHECKING:
     from unisono.ops.kernels.draft_plan import Places
 
+MOST_AHEAD = 4
+"""Steps that may be in flight when one is planned, at the most: there are fewer."""
 PIECE_ROWS = 256
 """Rows of logits at a time: with 150,000 ids 256 of them take 150 MB, and a step may have many
 times as many."""
@@ -94,7 +97,7 @@ class DraftSteps:
     def hidden(self, plan: StepPlan) -> Tensor:
         """What `forward` made of the rows' tokens, [T, hidden], in their order."""
         hidden = self._buffers.hidden
-        return hidden[torch.tensor(used_places(plan)).to(hidden.device)]
+        return hidden[upload_all(hidden.device, used_places(plan))[0]]
 
     def tail(self, plan: StepPlan, *, draws: bool) -> LateDrafts:
         """Choose tokens, keep those up to the first behind a wrong draft, draft for the next step.
@@ -105,13 +108,13 @@ class DraftSteps:
         key = (*layout, count, draws)
         numbers = self._graphs.run("tail", key, lambda: self._tail(layout, count, draws), eager)
         each = 1 + layout.width
-        return LateDrafts(self._buffers.take_result(numbers[: len(plan.rows) * each]), each)
+        return LateDrafts(Result(numbers[: len(plan.rows) * each]), each)
 
     def _layout(self, plan: StepPlan) -> tuple[Layout, str]:
         """Of a step, and why there is no graph of it, if there is none."""
         # What was in flight when the step was planned may have added so many tokens to a row, and
         # the next drafts lie behind those of this one.
-        most = max(plan.rows.start) + (RING + 1) * self._buffers.num_drafts
+        most = max(plan.rows.start) + (MOST_AHEAD + 1) * self._buffers.num_drafts
         # A power of two, so that a request that grows does not want a graph of its own again.
         num_splits = 1 << (most // self._attention.SPLIT).bit_length()
         height, eager = sized(len(plan.rows), self._buckets)

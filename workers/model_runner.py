@@ -5,11 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unisono.models.interface import Model
+from unisono.ops.transfer import Result, upload_all
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
 from unisono.workers.codec import ProtocolError
 from unisono.workers.decode_steps import DecodeSteps
@@ -17,13 +19,11 @@ from unisono.workers.draft_steps import DraftSteps, LateDrafts, why_on_host
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
 from unisono.workers.logprobs import prompt_logprobs, token_logprobs
-from unisono.workers.protocol import Rows, SlotSampling, StepPlan, int32s, unpack_sampling
-from unisono.workers.sampler import Sampler
-from unisono.workers.sampling_state import SamplingRows
+from unisono.workers.protocol import Rows, StepPlan, int32s
+from unisono.workers.sampler import Sampler, refuse_nan
 from unisono.workers.slot_table import SlotTable
 from unisono.workers.speculator import Accepted, Speculator
 from unisono.workers.state_pool import StatePool, caches_of
-from unisono.workers.step_buffers import Result
 from unisono.workers.tracer import Tracer
 
 
@@ -109,15 +109,7 @@ class ModelRunner:
             if isinstance(decode, DraftSteps):
                 return self._run_drafts(decode, plan)
             return self._run_decode(decode, plan.rows)
-        inputs = self._builder.build(plan)
-        if self._tracer is not None:
-            self._tracer.begin(inputs.rows, self._slots)
-        hidden, output = self._run(inputs)
-        if self._tracer is not None:
-            self._tracer.end()
-        if self._speculator is not None:
-            self._speculator.propose(inputs, hidden, self._cache.layers[-1], plan.num_proposals)
-        return output
+        return self._run(plan)
 
     def _refuse_what_is_not_there(self, plan: StepPlan) -> None:
         step = f"step {plan.step}"
@@ -131,52 +123,62 @@ class ModelRunner:
         kinds = self._slots.sampling
         if kinds.want_only_tokens(rows.slot):
             return LateOutput(decode.tail(rows, draws=kinds.draw(rows.slot)))
-        slots = torch.tensor(rows.slot, dtype=torch.int64).to(hidden.device)
-        positions = torch.tensor(rows.start, dtype=torch.int64).to(hidden.device) + 1
-        return self._sample(hidden, rows.slot, slots, positions, int32s())
+        slots, before = upload_all(hidden.device, rows.slot, rows.start)
+        why = why_on_host([kinds.of(slot) for slot in rows.slot])
+        return self._output(self._sample(hidden, rows.slot, slots, before + 1, why), int32s())
 
     def _run_drafts(self, steps: DraftSteps, plan: StepPlan) -> StepOutput | LateOutput:
         steps.forward(plan)
         kinds, slots = self._slots.sampling, plan.rows.slot
         if kinds.want_only_tokens(slots):
             return LateOutput(steps.tail(plan, draws=kinds.draw(slots)))
-        assert self._speculator is not None
         why = why_on_host([kinds.of(slot) for slot in slots])
-        hidden, inputs = steps.hidden(plan), self._builder.build(plan)
-        output = self._sample_with_drafts(self._speculator, inputs, hidden, int32s(), why)
-        self._speculator.propose(inputs, hidden, self._cache.layers[-1], plan.num_proposals)
-        return output
+        return self._answer(plan, self._builder.build(plan), steps.hidden(plan), int32s(), why)
 
-    def _run(self, inputs: StepInputs) -> tuple[Tensor, StepOutput]:
-        """Return the hidden states [T, width] and what was sampled."""
+    def _run(self, plan: StepPlan) -> StepOutput | LateOutput:
+        """A step that the host lays out."""
+        inputs = self._builder.build(plan)
         rows = inputs.rows
+        if self._tracer is not None:
+            self._tracer.begin(rows, self._slots)
         why = "laid out by the host" if rows.decode_only else "prompt tokens"
         key = (len(inputs.batch.token_ids), len(rows))
         hidden = self._graphs.run("forward", key, lambda: self._forward(inputs), why)
         records = prompt_logprobs(rows, self._slots, hidden, self._model.logits, self._sampler)
-        if not len(inputs.logits_index):
-            return hidden, StepOutput([], records or None)
-        ends = hidden.index_select(0, inputs.logits_index)
-        if self._speculator is not None:
-            return hidden, self._sample_with_drafts(self._speculator, inputs, ends, records, why)
-        places = (inputs.row_slots, inputs.sample_slots, inputs.sample_positions)
-        return hidden, self._sample(ends, *places, records)
+        return self._answer(plan, inputs, hidden, records, why)
 
-    def _sample_with_drafts(
-        self,
-        speculator: Speculator,
-        inputs: StepInputs,
-        hidden: Tensor,
-        records: array[int],
-        why: str,
-    ) -> StepOutput:
-        """Choose a token behind each of hidden [S, width], and keep those behind right drafts.
+    def _answer(
+        self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, records: array[int], why: str
+    ) -> StepOutput | LateOutput:
+        """Choose the tokens behind hidden [T, width], and draft for the next step.
 
         `why`: the reason that this is not replayed.
         """
+        chosen = None
+        ends = hidden.index_select(0, inputs.logits_index)
+        if max(inputs.sizes, default=0) > 1:
+            chosen = self._sample_with_drafts(inputs, ends, why)
+        elif inputs.sizes:
+            places = (inputs.sample_slots, inputs.sample_positions)
+            chosen = self._sample(ends, inputs.row_slots, *places, why)
+        if self._tracer is not None:
+            self._tracer.end()
+        if self._speculator is not None:
+            accepted = None if chosen is None else chosen.accepted
+            drafting = (self._cache.layers[-1], plan.num_proposals, accepted)
+            has_nan = self._speculator.propose(inputs, hidden, *drafting)
+            if accepted is not None:
+                refuse_nan(has_nan.tolist())
+            elif chosen is not None:
+                chosen = chosen._replace(is_nan=chosen.is_nan | has_nan)
+        return self._output(chosen, records)
+
+    def _sample_with_drafts(self, inputs: StepInputs, hidden: Tensor, why: str) -> _Chosen:
+        """Choose a token behind each of hidden [S, width], and keep those behind right drafts."""
+        table, speculator = self._slots, self._speculator
+        assert speculator is not None
         of_token = zip(inputs.row_slots, inputs.sizes, strict=True)
         slots_of = [slot for slot, size in of_token for _ in range(size)]
-        table = self._slots
         sampling = table.sampling.rows(slots_of, inputs.sample_positions, table.token_ids)
 
         def tail() -> tuple[Tensor, Tensor, Accepted]:
@@ -186,10 +188,8 @@ class ModelRunner:
 
         logits, token_ids, accepted = self._graphs.run("tail", len(slots_of), tail, why)
         logits, token_ids = logits[accepted.kept], token_ids[accepted.kept]
-        records += token_logprobs(accepted.row_slots, table, logits, token_ids, self._sampler)
-        checksums = self._sampler.checksums(logits, table.checksum_rows(accepted.row_slots))
-        tokens = token_ids.tolist()
-        return StepOutput(tokens, records or None, checksums or None, accepted.counts)
+        is_nan = torch.zeros_like(token_ids, dtype=torch.bool)
+        return _Chosen(logits, token_ids, is_nan, accepted.row_slots, accepted)
 
     def _sample(
         self,
@@ -197,49 +197,63 @@ class ModelRunner:
         row_slots: Sequence[int],
         slots: Tensor,
         positions: Tensor,
-        records: array[int],
-    ) -> StepOutput:
+        why: str,
+    ) -> _Chosen:
         """Give each of `row_slots` its token; hidden [S, width], slots and positions [S]."""
-        sampling = self._slots.sampling.rows(row_slots, positions, self._slots.token_ids)
-        logits, token_ids = self._graphs.run(
-            "tail",
-            len(row_slots),
-            lambda: self._tail(hidden, slots, positions, sampling),
-            "sampling" if sampling else "prompt tokens",
-        )
-        records += token_logprobs(row_slots, self._slots, logits, token_ids, self._sampler)
-        checksums = self._sampler.checksums(logits, self._slots.checksum_rows(row_slots))
-        return StepOutput(token_ids.tolist(), records or None, checksums or None)
+        table = self._slots
+        sampling = table.sampling.rows(row_slots, positions, table.token_ids)
+
+        def tail() -> tuple[Tensor, Tensor, Tensor]:
+            logits = self._model.logits(hidden)
+            token_ids, is_nan = self._sampler.choose(logits, sampling)
+            table.append(slots, positions, token_ids)
+            return logits, token_ids, is_nan
+
+        chosen = self._graphs.run("tail", len(row_slots), tail, "sampling" if sampling else why)
+        return _Chosen(*chosen, row_slots)
+
+    def _output(self, chosen: _Chosen | None, records: array[int]) -> StepOutput | LateOutput:
+        """What the step gives. The host waits only where more than tokens is wanted."""
+        if chosen is None:
+            # That a step without answers is over, too, only the device knows.
+            nothing = self._slots.lengths[:0]
+            return StepOutput([], records) if records else LateOutput(Result(nothing))
+        late = LateOutput(Result(chosen.token_ids.masked_fill(chosen.is_nan, -1)))
+        slots, table, accepted = chosen.row_slots, self._slots, chosen.accepted
+        wants_more = bool(records) or table.sampling.want_more_than_tokens(slots)
+        if not wants_more and accepted is None:
+            return late
+        tokens = late.tokens
+        records += token_logprobs(slots, table, chosen.logits, chosen.token_ids, self._sampler)
+        checksums = self._sampler.checksums(chosen.logits, table.checksum_rows(slots))
+        counts = () if accepted is None else accepted.counts
+        return StepOutput(tokens, records or None, checksums or None, counts)
 
     def _apply_changes(self, plan: StepPlan) -> None:
-        start = 0
-        recipes = unpack_sampling(plan.open_sampling) or [SlotSampling()] * len(plan.open_slot)
-        for slot, length, recipe in zip(plan.open_slot, plan.open_length, recipes, strict=True):
-            prompt = torch.tensor(plan.open_tokens[start : start + length], dtype=torch.int64)
-            self._slots.open(slot, prompt, recipe)
-            start += length
-        if self._states is not None:
-            opened = zip(plan.open_slot, plan.open_state, plan.open_restore, strict=True)
-            for slot, state, snapshot in opened:
-                self._slots.states[slot] = state
-                if snapshot:
-                    self._states.copy(snapshot, state)
-        if len(plan.block_id):
-            if fresh := _fresh_blocks(plan):
-                self._cache.clear(fresh)
-            self._slots.add_blocks(plan.block_slot, plan.block_id)
+        if fresh := _fresh_blocks(plan):
+            self._cache.clear(fresh)
+        self._slots.change(plan)
+        for state, snapshot in zip(plan.open_state, plan.open_restore, strict=True):
+            if self._states is not None and snapshot:
+                self._states.copy(snapshot, state)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         caches = caches_of(self._model.config, self._cache, self._states)
         return self._model.forward(inputs.batch, caches)
 
-    def _tail(
-        self, hidden: Tensor, slots: Tensor, positions: Tensor, sampling: SamplingRows | None
-    ) -> tuple[Tensor, Tensor]:
-        logits = self._model.logits(hidden)
-        token_ids = self._sampler.sample(logits, sampling)
-        self._slots.append(slots, positions, token_ids)
-        return logits, token_ids
+
+class _Chosen(NamedTuple):
+    """The tokens [n] of a step's sampling rows and what they were chosen by."""
+
+    logits: Tensor
+    """[n, this rank's rows]."""
+    token_ids: Tensor
+    is_nan: Tensor
+    """[n] bool: whether a token means nothing."""
+    row_slots: Sequence[int]
+    """[n] the slot of each."""
+    accepted: Accepted | None = None
+    """None: they are one a row."""
 
 
 def _fresh_blocks(plan: StepPlan) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,16 +29,19 @@ class Sampler:
         vocab_size = partition.config.vocab_size
         self._num_ids = min(num_token_ids or vocab_size, vocab_size)
 
-    def sample(self, logits: Tensor, rows: SamplingRows | None = None) -> Tensor:
-        """logits [S, this rank's rows] fp32 -> token ids [S] int64. `rows` None: all are plain.
-
-        Raises FloatingPointError if a row's logits hold a NaN on any rank.
-        """
+    def choose(self, logits: Tensor, rows: SamplingRows | None) -> tuple[Tensor, Tensor]:
+        """logits [S, this rank's rows] fp32 -> token ids [S] int64, and whether a row's logits
+        hold a NaN on any rank [S] bool. `rows` None: all are plain. Waits for nothing."""
         keys = self._keys(logits) if rows is None else self._adjusted_keys(logits, rows)
-        token_ids, is_nan = self._ops.unpack_keys(self._group.max(keys))
-        if bool(is_nan.any()):
-            bad = is_nan.nonzero().flatten().tolist()
-            raise FloatingPointError(f"the logits of sampling rows {bad} hold NaN")
+        return self._ops.unpack_keys(self._group.max(keys))
+
+    def sample(self, logits: Tensor, rows: SamplingRows | None = None) -> Tensor:
+        """The token ids of `choose`; waits for them.
+
+        Raises FloatingPointError if a row's logits hold a NaN.
+        """
+        token_ids, is_nan = self.choose(logits, rows)
+        refuse_nan(is_nan.tolist())
         return token_ids
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
@@ -128,3 +131,9 @@ class Sampler:
         return self._ops.add_noise(
             logits, rows.temperature[at], rows.seeds[at], rows.positions[at], first_id
         )
+
+
+def refuse_nan(is_nan: Iterable[bool]) -> None:
+    """Raise FloatingPointError that names the sampling rows whose logits held a NaN, if any did."""
+    if bad := [row for row, flag in enumerate(is_nan) if flag]:
+        raise FloatingPointError(f"the logits of sampling rows {bad} hold NaN")

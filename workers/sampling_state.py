@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unisono.ops.transfer import upload_all
 from unisono.workers.protocol import SlotSampling
 
 
@@ -55,37 +56,29 @@ class SamplingState:
         self._reals = torch.zeros((num_slots + 1, 6), dtype=torch.float64, device=device)
         self._wholes = torch.zeros((num_slots + 1, 4), dtype=torch.int64, device=device)
 
-    def open(self, slot: int, sampling: SlotSampling) -> None:
-        """Choose the tokens of `slot` by `sampling` from now on."""
-        was_plain, self._slots[slot] = self._slots[slot].is_plain, sampling
-        self._demanding.discard(slot)
-        self._drawing.discard(slot)
-        if not sampling.needs_noise_only or sampling.logprobs >= 0 or sampling.checksums:
-            self._demanding.add(slot)
-        if not sampling.is_greedy:
-            self._drawing.add(slot)
-        if sampling.is_plain and was_plain:
+    def open(self, slots: Sequence[int], recipes: Sequence[SlotSampling]) -> None:
+        """Choose the tokens of slots[i] by recipes[i] from now on."""
+        changed: dict[int, SlotSampling] = {}
+        for slot, recipe in zip(slots, recipes, strict=True):
+            if not (recipe.is_plain and self._slots[slot].is_plain):
+                changed[slot] = recipe
+            self._note(slot, recipe)
+        if not changed:
             return
-        reals = (
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.repetition_penalty,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-        )
-        wholes = (
-            sampling.top_k,
-            sampling.seed,
-            sampling.num_prompt_tokens,
-            sampling.num_prompt_tokens + sampling.min_tokens,
-        )
-        self._reals[slot] = torch.tensor(reals, dtype=torch.float64)
-        self._wholes[slot] = torch.tensor(wholes)
+        reals = [number for recipe in changed.values() for number in _reals_of(recipe)]
+        wholes = [number for recipe in changed.values() for number in _wholes_of(recipe)]
+        at, bits, numbers = upload_all(self._device, [*changed], _bits(reals), wholes)
+        self._reals[at] = bits.view(torch.float64).view(len(changed), -1)
+        self._wholes[at] = numbers.view(len(changed), -1)
 
     def of(self, slot: int) -> SlotSampling:
         """How the tokens of `slot` are chosen."""
         return self._slots[slot]
+
+    def want_more_than_tokens(self, slots: Iterable[int]) -> bool:
+        """Whether log-probabilities or checksums come with tokens of these slots."""
+        kinds = (self._slots[slot] for slot in self._demanding.intersection(slots))
+        return any(kind.logprobs >= 0 or kind.checksums for kind in kinds)
 
     def want_only_tokens(self, slots: Sequence[int]) -> bool:
         """Whether rows of these slots need logits and noise alone, and want tokens alone."""
@@ -109,16 +102,25 @@ class SamplingState:
         kinds = [self._slots[slot] for slot in slots]
         if all(kind.is_plain for kind in kinds):
             return None
-        index = self._whole_numbers(slots)
+        index, penalized, biased, whole, filtered, bias_rows, sources, bias_ids, bits = upload_all(
+            self._device,
+            slots,
+            _where(kind.is_penalized for kind in kinds),
+            _where(kind.is_biased for kind in kinds),
+            _where(not kind.is_greedy and not kind.is_filtered for kind in kinds),
+            _where(not kind.is_greedy and kind.is_filtered for kind in kinds),
+            *_biases(kinds),
+        )
         temperature, top_p, min_p, repetition, presence, frequency = self._reals[index].unbind(1)
         top_k, seeds, num_prompt, on_time = self._wholes[index].unbind(1)
-        penalized = self._where(kind.is_penalized for kind in kinds)
-        bias_rows, bias_ids, bias = self._biases(kinds, positions < on_time)
+        bias = bits.view(torch.float64)
+        # Ids that may not come yet are barred where it is early, and left alone elsewhere.
+        bias = bias.masked_fill((bias == -math.inf) & (positions >= on_time)[sources], 0.0)
         return SamplingRows(
             penalized=penalized,
-            biased=self._where(kind.is_biased for kind in kinds),
-            whole=self._where(not kind.is_greedy and not kind.is_filtered for kind in kinds),
-            filtered=self._where(not kind.is_greedy and kind.is_filtered for kind in kinds),
+            biased=biased,
+            whole=whole,
+            filtered=filtered,
             history=token_ids[index[penalized]],
             bias_rows=bias_rows,
             bias_ids=bias_ids,
@@ -135,25 +137,55 @@ class SamplingState:
             num_prompt=num_prompt,
         )
 
-    def _biases(
-        self, kinds: Sequence[SlotSampling], is_early: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows counted among the biased ones, ids and values; late ids are barred where early."""
-        rows, ids, values, sources = [], [], [], []
-        biased = [row for row, kind in enumerate(kinds) if kind.is_biased]
-        for number, row in enumerate(biased):
-            entries = [*kinds[row].bias, *((late, -math.inf) for late in kinds[row].late_ids)]
-            rows += [number] * len(entries)
-            sources += [row] * len(entries)
-            ids += [token_id for token_id, _ in entries]
-            values += [value for _, value in entries]
-        bias = torch.tensor(values, dtype=torch.float64).to(self._device)
-        is_idle = (bias == -math.inf) & ~is_early[self._whole_numbers(sources)]
-        bias = torch.where(is_idle, 0.0, bias)
-        return self._whole_numbers(rows), self._whole_numbers(ids), bias
+    def _note(self, slot: int, sampling: SlotSampling) -> None:
+        """Keep what the host asks of slots."""
+        self._slots[slot] = sampling
+        self._demanding.discard(slot)
+        self._drawing.discard(slot)
+        if not sampling.needs_noise_only or sampling.logprobs >= 0 or sampling.checksums:
+            self._demanding.add(slot)
+        if not sampling.is_greedy:
+            self._drawing.add(slot)
 
-    def _where(self, flags: Iterable[bool]) -> Tensor:
-        return self._whole_numbers([row for row, flag in enumerate(flags) if flag])
 
-    def _whole_numbers(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._device)
+def _reals_of(sampling: SlotSampling) -> tuple[float, ...]:
+    return (
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+    )
+
+
+def _wholes_of(sampling: SlotSampling) -> tuple[int, ...]:
+    return (
+        sampling.top_k,
+        sampling.seed,
+        sampling.num_prompt_tokens,
+        sampling.num_prompt_tokens + sampling.min_tokens,
+    )
+
+
+def _biases(kinds: Sequence[SlotSampling]) -> tuple[list[int], list[int], list[int], Tensor]:
+    """What is added to which logit: the row counted among the biased ones, and among all, the id,
+    and the bits of the value. Late ids are barred, as if it were early everywhere."""
+    rows, sources, ids, values = [], [], [], []
+    biased = [row for row, kind in enumerate(kinds) if kind.is_biased]
+    for number, row in enumerate(biased):
+        entries = [*kinds[row].bias, *((late, -math.inf) for late in kinds[row].late_ids)]
+        rows += [number] * len(entries)
+        sources += [row] * len(entries)
+        ids += [token_id for token_id, _ in entries]
+        values += [value for _, value in entries]
+    return rows, sources, ids, _bits(values)
+
+
+def _bits(reals: Sequence[float]) -> Tensor:
+    """Numbers of fp64 as whole ones, to travel among such."""
+    return torch.tensor(reals, dtype=torch.float64).view(torch.int64)
+
+
+def _where(flags: Iterable[bool]) -> list[int]:
+    return [row for row, flag in enumerate(flags) if flag]

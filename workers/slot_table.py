@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from unisono.ops.transfer import upload_all
 from unisono.workers.config import BLOCK_SIZE
-from unisono.workers.protocol import SlotSampling
+from unisono.workers.protocol import SlotSampling, StepPlan, unpack_sampling
 from unisono.workers.sampling_state import SamplingState
 
 
@@ -39,35 +40,53 @@ class SlotTable:
         self.generation = 1
         self._num_blocks = [0] * (num_slots + 1)
 
-    def open(
-        self,
-        slot: int,
-        prompt_ids: Tensor,
-        sampling: SlotSampling = SlotSampling(),  # noqa: B008
-    ) -> None:
-        """Give `slot` to a request with these prompt tokens [length]."""
-        self.token_ids[slot, : len(prompt_ids)] = prompt_ids
-        self.lengths[slot] = len(prompt_ids)
-        self.num_pending[slot] = 0
-        self.block_table[slot] = 0
-        self._num_blocks[slot] = 0
-        self.sampling.open(slot, sampling)
-
-    def add_blocks(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Append blocks[i] to the table of slots[i], in order."""
-        places = []
-        for slot in slots:
-            places.append(self._num_blocks[slot])
-            self._num_blocks[slot] += 1
-        packed = torch.tensor((slots, places, blocks), dtype=torch.int64)
-        at_slot, at_place, block = packed.to(self.block_table.device)
-        self.block_table[at_slot, at_place] = block
+    def change(self, plan: StepPlan) -> None:
+        """Open slots and append blocks to tables as `plan` says: the host does not wait."""
+        if not len(plan.open_slot) and not len(plan.block_id):
+            return
+        recipes = unpack_sampling(plan.open_sampling) or [SlotSampling()] * len(plan.open_slot)
+        self.sampling.open(plan.open_slot, recipes)
+        for slot in plan.open_slot:
+            self._num_blocks[slot] = 0
+        opened, lengths, states, at, tokens, block_at, blocks = upload_all(
+            self.token_ids.device,
+            plan.open_slot,
+            plan.open_length,
+            plan.open_state,
+            self._token_places(plan.open_slot, plan.open_length),
+            plan.open_tokens,
+            self._block_places(plan.block_slot),
+            plan.block_id,
+        )
+        self.token_ids.view(-1)[at] = tokens
+        self.lengths[opened] = lengths
+        self.num_pending.index_fill_(0, opened, 0)
+        self.block_table.index_fill_(0, opened, 0)
+        if len(states):
+            self.states[opened] = states
+        self.block_table.view(-1)[block_at] = blocks
 
     def checksum_rows(self, slots: Sequence[int]) -> list[int]:
         """Those of the rows with these slots whose logits are to be summed up."""
         return [row for row, slot in enumerate(slots) if self.sampling.of(slot).checksums]
 
     def append(self, slots: Tensor, positions: Tensor, token_ids: Tensor) -> None:
-        """Write sampled tokens [n] at their positions [n]."""
+        """Write sampled tokens [n] at their positions [n]; states hold all that is before these."""
         self.token_ids[slots, positions] = token_ids
         self.lengths[slots] = positions + 1
+        self.num_pending.index_fill_(0, slots, 0)
+
+    def _token_places(self, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Where in `token_ids`, flattened, the tokens of these slots lie: lengths[i] of each."""
+        count = torch.tensor(lengths, dtype=torch.int64)
+        begin = torch.tensor(slots, dtype=torch.int64) * self.token_ids.shape[1]
+        before = count.cumsum(0) - count
+        return torch.arange(int(count.sum())) + (begin - before).repeat_interleave(count)
+
+    def _block_places(self, slots: Sequence[int]) -> list[int]:
+        """Where in `block_table`, flattened, the next block of each of these goes."""
+        places = []
+        for slot in slots:
+            places.append(slot * self.block_table.shape[1] + self._num_blocks[slot])
+            self._num_blocks[slot] += 1
+        return places

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unisono.models.interface import LayerCache, Model
 from unisono.ops.table import Ops
+from unisono.ops.transfer import upload_all
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
@@ -35,8 +36,10 @@ class Accepted:
 
     kept: Tensor
     """[n] int64: which of the S are answers, in order."""
+    last: Tensor
+    """[R] int64: which of the S is each row's last answer."""
     counts: list[int]
-    """How many of these each row has."""
+    """How many answers each row has."""
     row_slots: list[int]
     """[n] the slot of each."""
 
@@ -72,58 +75,64 @@ class Speculator:
         """Append to each slot its tokens [S] up to the first behind a wrong draft, that included.
 
         The recurrent states of rows with drafts do not hold these tokens yet: the slot table keeps
-        how many they have to take in.
+        how many they have to take in. Waits for the device: how many tokens are answers is what the
+        shapes of all that follows are made of.
         """
         slots, device = self._slots, token_ids.device
         sizes = torch.tensor(inputs.sizes)
-        first = (sizes.cumsum(0) - sizes).to(device)
+        row_of = torch.arange(len(sizes)).repeat_interleave(sizes)
+        first, sizes, row_of = upload_all(device, sizes.cumsum(0) - sizes, sizes, row_of)
         drafted = slots.token_ids[inputs.sample_slots, inputs.sample_positions]
-        counts = self._ops.accept_drafts(token_ids, drafted, first, sizes.to(device))
-        row_of = torch.repeat_interleave(torch.arange(len(sizes)), sizes).to(device)
+        counts = self._ops.accept_drafts(token_ids, drafted, first, sizes)
         place = torch.arange(len(token_ids), device=device) - first[row_of]
         kept = (place < counts[row_of]).nonzero().flatten()
         slots.token_ids[inputs.sample_slots[kept], inputs.sample_positions[kept]] = token_ids[kept]
         last = first + counts - 1
         row_slots = inputs.sample_slots[first]
         slots.lengths[row_slots] = inputs.sample_positions[last] + 1
-        slots.num_pending[row_slots] = torch.where(sizes.to(device) > 1, counts, 0)
+        slots.num_pending[row_slots] = torch.where(sizes > 1, counts, 0)
         counted: list[int] = counts.tolist()
         each = zip(inputs.row_slots, counted, strict=True)
-        return Accepted(kept, counted, [slot for slot, count in each for _ in range(count)])
+        return Accepted(kept, last, counted, [slot for slot, count in each for _ in range(count)])
 
     def propose(
-        self, inputs: StepInputs, hidden: Tensor, cache: LayerCache, num_drafts: int
-    ) -> None:
+        self,
+        inputs: StepInputs,
+        hidden: Tensor,
+        cache: LayerCache,
+        num_drafts: int,
+        accepted: Accepted | None,
+    ) -> Tensor:
         """Show the drafting layer the step's tokens, then draft for every row that sampled.
 
-        hidden [T, width] is what the model made of them. The layer's keys and values lie at the
-        position before the token that they are of, so at the end of a shared prefix there may be
-        the pair of another continuation: that can only cost accepted drafts.
+        hidden [T, width] is what the model made of them; `accepted` is None where no row had
+        drafts. Returns whether logits of a row's drafts held a NaN, [R] bool. Waits for nothing.
+        The layer's keys and values lie at the position before the token that they are of, so at the
+        end of a shared prefix there may be the pair of another continuation: that can only cost
+        accepted drafts.
         """
         slots, batch = self._slots, inputs.batch
         following = slots.token_ids[inputs.slot_of_token, batch.positions + 1]
         drafting = self._model.draft(following, hidden, batch, cache)
-        if not inputs.row_slots or not num_drafts:
-            return
-        row_slots = torch.tensor(inputs.row_slots).to(hidden.device)
-        lengths = slots.lengths[row_slots]
-        state = drafting[self._last_pairs(inputs, lengths)]
-        farthest = slots.max_model_len - 1
-        for number in range(num_drafts):
+        # The place before each row's newest token, and how long that made the row.
+        ends, row_slots, lengths = inputs.logits_index, inputs.sample_slots, inputs.sample_positions
+        counts = [1] * len(inputs.row_slots)
+        if accepted is not None:
+            ends, row_slots, lengths = (each[accepted.last] for each in (ends, row_slots, lengths))
+            counts = accepted.counts
+        lengths = lengths + 1
+        known = [at + count for at, count in zip(inputs.row_positions, counts, strict=True)]
+        has_nan = torch.zeros_like(lengths, dtype=torch.bool)
+        state, farthest = drafting[ends], slots.max_model_len - 1
+        for number in range(num_drafts if counts else 0):
             positions = lengths + number
             sampling = slots.sampling.rows(inputs.row_slots, positions, slots.token_ids)
-            token_ids = self._sampler.sample(self._model.draft_logits(state), sampling)
+            logits = self._model.draft_logits(state)
+            token_ids, is_nan = self._sampler.choose(logits, sampling)
+            has_nan |= is_nan
             slots.token_ids[row_slots, positions] = token_ids
             if number + 1 < num_drafts:
-                at = (positions - 1).clamp(max=farthest)
-                batch = self._builder.one_each(row_slots, at, token_ids)
+                at = [min(length + number - 1, farthest) for length in known]
+                batch = self._builder.one_each(inputs.row_slots, at, token_ids)
                 state = self._model.draft(token_ids, state, batch, cache)
-
-    def _last_pairs(self, inputs: StepInputs, lengths: Tensor) -> Tensor:
-        """[R] where in the batch each row has the position before its newest token."""
-        count = torch.tensor(inputs.rows.count, dtype=torch.int64)
-        begin = count.cumsum(0) - count - torch.tensor(inputs.rows.start, dtype=torch.int64)
-        samples = torch.isin(
-            torch.tensor(inputs.rows.slot, dtype=torch.int64), torch.tensor(inputs.row_slots)
-        )
-        return begin[samples].to(lengths.device) + lengths - 2
+        return has_nan

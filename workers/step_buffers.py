@@ -1,4 +1,5 @@
-"""Inputs and outputs of captured steps: fixed addresses, outside the graphs' memory pool."""
+"""Inputs of captured steps and what passes between their pieces: fixed addresses, outside the
+graphs' memory pool."""
 
 from __future__ import annotations
 
@@ -7,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-RING = 4
-"""Steps whose pinned numbers are kept apart: two are in flight, and a third may be filled."""
+from unisono.ops.transfer import upload_all
 
 
 class StepBuffers:
@@ -30,16 +30,10 @@ class StepBuffers:
         def numbers(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int64, device=device)
 
-        def ring(count: int) -> Tensor:
-            is_pinned = device.type == "cuda"
-            return torch.zeros(RING, count, dtype=torch.int64, pin_memory=is_pinned)
-
         self.max_rows, self.num_drafts = max_rows, num_drafts
         self.slots, self.token_ids = numbers(2 * max_rows), numbers(max_rows)
         self.positions, self.slot_mapping = numbers(max_rows), numbers(max_rows)
         self.hidden = torch.zeros(max_rows * (1 + num_drafts), width, dtype=dtype, device=device)
-        self._given, self._results = ring(2 * max_rows), ring(max_rows * (2 + num_drafts))
-        self._place = 0
         self._held: list[int] = []
 
     def drafts(self, height: int) -> Tensor:
@@ -55,38 +49,5 @@ class StepBuffers:
         wanted = [*slots, *padding] if drafts is None else [*slots, *padding, *drafts, *padding]
         if self._held[: len(wanted)] == wanted:
             return
-        place = self._given[self._place, : len(wanted)]
-        place.copy_(torch.tensor(wanted))
-        self.slots[: len(wanted)].copy_(place, non_blocking=True)
+        self.slots[: len(wanted)] = upload_all(self.slots.device, wanted)[0]
         self._held = wanted
-
-    def take_result(self, numbers: Tensor) -> Result:
-        """Start the copy of `numbers`, a list of int64, to the host; the ring moves on."""
-        place = self._results[self._place, : len(numbers)]
-        place.copy_(numbers, non_blocking=True)
-        self._place = (self._place + 1) % RING
-        return Result(place, self.slots.is_cuda)
-
-
-class Result:
-    """Numbers on their way to the host. They must be read before RING further steps."""
-
-    counts: Sequence[int] = ()
-    """How many of them each row has; none: one each."""
-
-    def __init__(self, place: Tensor, on_their_way: bool) -> None:
-        self._place = place
-        self._event = torch.cuda.Event() if on_their_way else None
-        if self._event is not None:
-            self._event.record()
-
-    def is_ready(self) -> bool:
-        """Whether reading would not wait."""
-        return self._event is None or self._event.query()
-
-    def read(self) -> list[int]:
-        """Wait, and return them."""
-        if self._event is not None:
-            self._event.synchronize()
-        numbers: list[int] = self._place.tolist()
-        return numbers

@@ -25,6 +25,7 @@ from unisono.ops.kernels.attention_prefill import prefill_kernel
 from unisono.ops.kernels.attention_tiles import SPLIT_TILES
 from unisono.ops.kernels.launch import power_of_two
 from unisono.ops.kernels.overlap import overlap_options
+from unisono.ops.transfer import upload
 
 SPLIT = PAGE * SPLIT_TILES.value
 """Keys of a split; its borders are absolute positions."""
@@ -94,7 +95,8 @@ def plan_attention(
 
     block_table [rows, blocks] int64 on the device of the cache: the block of each page of the
     row's request; entries past the row's last key are not read. The keys of the step itself are
-    already in the cache. `window` as in the reference. Copies one int32 tensor to the device.
+    already in the cache. `window` as in the reference. Copies one int32 tensor to the device, and
+    waits for nothing.
     """
     few: list[_Row] = []
     many: list[_Row] = []
@@ -113,7 +115,7 @@ def plan_attention(
     many.sort(key=lambda row: -row.start)
     spans = [_num_splits(row.start, row.count, window) for row in few]
     packed = _records(few, spans) + _records(many, [0] * len(many))
-    records = torch.tensor(packed, dtype=torch.int32).to(block_table.device, non_blocking=True)
+    records = upload(torch.tensor(packed, dtype=torch.int32), block_table.device)
     border = _FIELDS * len(few)
     few_queries = many_queries = None
     if few:

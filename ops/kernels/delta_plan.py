@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unisono.ops.delta import CHUNK, DeltaRow, PendingTokens, delta_rows
+from unisono.ops.transfer import upload
 
 _NOWHERE = -1
 
@@ -67,8 +68,9 @@ def plan_delta(
     device: torch.device,
 ) -> DeltaPlan:
     """Lay out the rows of a step, as `plan_delta` of `ops/delta.py`. Copies one int32 tensor to the
-    device, and `states` where it is no tensor there. `num_pending` and `holds_back` are not read
-    here, nor checked, where they are tensors; then the plan has no `rows`."""
+    device, and `states` where it is no tensor there, and waits for nothing. `num_pending` and
+    `holds_back` are not read here, nor checked, where they are tensors; then the plan has no
+    `rows`."""
     pending = () if isinstance(num_pending, Tensor) else num_pending
     held = () if isinstance(holds_back, Tensor) else holds_back
     rows = tuple(delta_rows(starts, counts, num_prompts, saves, pending, held))
@@ -89,14 +91,14 @@ def plan_delta(
     ]
     tables = [_columns(numbers, 6), _columns([*chunks, *others], 3), _columns(chunk_rows, 2), tails]
     packed = torch.tensor([x for table in tables for x in table], dtype=torch.int32)
-    parts = packed.to(device, non_blocking=True).split([len(table) for table in tables])
+    parts = upload(packed, device).split([len(table) for table in tables])
     records = parts[0].view(6, -1)
     late = [(i, x) for i, x in ((4, num_pending), (5, holds_back)) if isinstance(x, Tensor)]
     for column, values in late:
         records[column].copy_(values)
     return DeltaPlan(
         records=records,
-        states=torch.as_tensor(states).to(device, non_blocking=True),
+        states=upload(torch.as_tensor(states), device),
         tiles=parts[1].view(3, -1),
         chunk_rows=parts[2].view(2, -1),
         tail_rows=parts[3],

@@ -73,7 +73,7 @@ def on_ranks(
     def body(group: Group) -> list[int]:
         state = SamplingState(len(KINDS), CPU)
         for slot, kind in enumerate(KINDS, start=1):
-            state.open(slot, kind)
+            state.open([slot], [kind])
         first, stop = partition.vocab.ranges[group.rank]
         sampler = Sampler(ops, group, partition, NUM_IDS)
         return choose(sampler, state, logits[:, first:stop].contiguous()).tolist()
@@ -115,10 +115,10 @@ def test_greedy_rows_take_the_likeliest_and_drawn_rows_do_not_always() -> None:
 
 def test_only_greedy_rows_run_the_plain_path() -> None:
     state = SamplingState(3, CPU)
-    state.open(2, KINDS[1])
+    state.open([2], [KINDS[1]])
     assert state.rows([1, 3], torch.tensor([4, 4]), TOKEN_IDS) is None
     assert state.rows([1, 2], torch.tensor([4, 4]), TOKEN_IDS) is not None
-    state.open(2, SlotSampling())
+    state.open([2], [SlotSampling()])
     assert state.rows([1, 2], torch.tensor([4, 4]), TOKEN_IDS) is None, (
         "a new request forgets the former"
     )
@@ -126,9 +126,9 @@ def test_only_greedy_rows_run_the_plain_path() -> None:
 
 def test_what_a_device_needs_of_draws_is_forgotten_too() -> None:
     state, slots = SamplingState(3, CPU), torch.tensor([0, 1, 2, 3])
-    state.open(1, SlotSampling(temperature=0.7, seed=11))
-    state.open(2, SlotSampling(temperature=0.3, seed=12))
-    state.open(2, SlotSampling())
+    state.open([1], [SlotSampling(temperature=0.7, seed=11)])
+    state.open([2], [SlotSampling(temperature=0.3, seed=12)])
+    state.open([2], [SlotSampling()])
     assert state.draw([0, 1])
     assert not state.draw([0, 2, 3])
     assert state.want_only_tokens([0, 1, 2, 3])
@@ -160,12 +160,12 @@ def test_keys_drawn_in_one_pass_are_those_of_the_rows(ranks: int) -> None:
 )
 def test_one_row_that_wants_more_than_its_token_is_enough(more: SlotSampling) -> None:
     state = SamplingState(3, CPU)
-    state.open(1, SlotSampling(prompt_logprobs=0))
+    state.open([1], [SlotSampling(prompt_logprobs=0)])
     assert state.want_only_tokens([0, 1, 3])
-    state.open(2, more)
+    state.open([2], [more])
     assert not state.want_only_tokens([1, 2])
     assert state.want_only_tokens([1, 3])
-    state.open(2, SlotSampling())
+    state.open([2], [SlotSampling()])
     assert state.want_only_tokens([1, 2]), "a new request forgets the former"
 
 

@@ -1,0 +1,76 @@
+"""Whole numbers to a device and back while nobody waits.
+
+Both ways lead through pinned memory of torch's own pool. What is given back to the pool is handed
+out again only once the copies that were started from it, or to it, are over: so numbers on their
+way need no owner, however many steps are in flight.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ALIGNED = 2
+"""Numbers of 8 bytes that kernels load at a time: they are compiled anew for other addresses."""
+_DTYPES = {"i": torch.int32, "q": torch.int64}
+
+
+def upload(numbers: Tensor, device: torch.device) -> Tensor:
+    """Start the copy of `numbers` to `device`, if they are not there."""
+    if numbers.device.type == device.type:
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
+
+
+def upload_all(device: torch.device, *lists: Sequence[int] | Tensor) -> list[Tensor]:
+    """Start one copy of all `lists` of whole numbers, which lie on the host.
+
+    Returns an int64 tensor for each.
+    """
+    columns = [_on_host(each) for each in lists]
+    places, end = [], 0
+    for column in columns:
+        places.append(slice(end, end + len(column)))
+        end += -(-len(column) // _ALIGNED) * _ALIGNED
+    packed = torch.zeros(end, dtype=torch.int64, pin_memory=device.type == "cuda")
+    for place, column in zip(places, columns, strict=True):
+        packed[place] = column
+    there = packed.to(device, non_blocking=True)
+    return [there[place] for place in places]
+
+
+class Result:
+    """Numbers [n] int64 on their way to the host, as they are at this point of a device's work."""
+
+    counts: Sequence[int] = ()
+    """How many of them each row has; none: one each."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        on_gpu = numbers.is_cuda
+        self._numbers = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=on_gpu)
+        self._numbers.copy_(numbers, non_blocking=True)
+        self._event = torch.cuda.Event() if on_gpu else None
+        if self._event is not None:
+            self._event.record()
+
+    def is_ready(self) -> bool:
+        """Whether reading would not wait."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> list[int]:
+        """Wait, and return them."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[int] = self._numbers.tolist()
+        return numbers
+
+
+def _on_host(numbers: Sequence[int] | Tensor) -> Tensor:
+    if isinstance(numbers, Tensor):
+        return numbers
+    if isinstance(numbers, array) and numbers:  # hundreds of times as fast as number by number
+        return torch.frombuffer(numbers, dtype=_DTYPES[numbers.typecode])
+    return torch.tensor(numbers, dtype=torch.int64)
