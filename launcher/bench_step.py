@@ -44,10 +44,11 @@ from unisono.launcher.bench_step_report import (
     titles,
 )
 from unisono.launcher.engine_client import Engine
-from unisono.launcher.options import config_options, given, option_spec
+from unisono.launcher.options import config_options, given
 from unisono.launcher.resolve import Prepared
 from unisono.launcher.roofline import ITEM_BYTES, floor_s, step_bytes, weight_bytes
 from unisono.models.config import ConfigError
+from unisono.runtime.config import STEP_TOKENS
 from unisono.runtime.protocol import EngineError, SamplingParams
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.timings import DeviceTime, Machine, StepsSeen, WatchSteps
@@ -136,9 +137,7 @@ def make_plan(*, model: str, **values: Any) -> StepBench:
             raise ConfigError(f"--{name} {values[name]}: must be at least {least}")
     options = given(values, OPTIONS)
     least = max(batches) + BLOCK_SIZE
-    budget = options.setdefault(
-        "max_step_tokens", max(option_spec("max_step_tokens").default, 2 * least)
-    )
+    budget = options.setdefault("max_step_tokens", max(STEP_TOKENS["cpu"], 2 * least))
     if budget < least:
         raise ConfigError(
             f"--max-step-tokens {budget}: {max(batches)} requests that decode and a block of a "

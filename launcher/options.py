@@ -113,7 +113,7 @@ _MOST = {
     "prompt_logprobs": 20,
 }
 _BIAS_LIMIT = 100
-_ZERO_IS_AUTO = ("max_model_len", "memory_utilization", "state_slots")
+_ZERO_IS_AUTO = ("max_model_len", "max_step_tokens", "memory_utilization", "state_slots")
 Command = Callable[..., Any]
 
 

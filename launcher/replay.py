@@ -23,7 +23,7 @@ from unisono.launcher.flight_file import Flight, read_flight, replay_plans
 from unisono.launcher.options import config_options, given
 from unisono.models.config import ConfigError
 from unisono.models.partition import ModelPartition
-from unisono.runtime.config import RuntimeConfig
+from unisono.runtime.config import STEP_TOKENS, RuntimeConfig
 from unisono.runtime.protocol import WorkerLost
 from unisono.workers.config import BLOCK_SIZE, WorkerConfig
 from unisono.workers.protocol import Phase, StepPlan, StepResult
@@ -109,7 +109,9 @@ def launch_config(flight: Flight, options: dict[str, Any]) -> LaunchConfig:
     if not path.exists():
         raise ConfigError(f"the model of the flight is gone: {path}")
     check_checkpoint(path, ModelPartition.of(worker.model, worker.tp))
-    return LaunchConfig(runtime=RuntimeConfig(worker=resolve_graphs(worker)), **options)
+    most = STEP_TOKENS[worker.device]
+    runtime = RuntimeConfig(worker=resolve_graphs(worker), max_step_tokens=most)
+    return LaunchConfig(runtime=runtime, **options)
 
 
 def compare(plan: StepPlan, results: Sequence[StepResult], tokens: array[int] | None) -> list[Row]:

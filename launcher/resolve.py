@@ -30,6 +30,7 @@ from unisono.models.headers import check_weights, has_safetensors, read_headers
 from unisono.models.overlay import parse_overlay
 from unisono.models.partition import ModelPartition
 from unisono.models.shapes import is_shape
+from unisono.runtime.config import STEP_TOKENS
 from unisono.workers.config import DTYPES, SERVED_DEVICES, WorkerConfig
 
 CPU_DTYPES = ("float32", "bfloat16")
@@ -114,7 +115,8 @@ def resolve_config(
     host: HostFacts,
     cluster: ClusterFacts | None = None,
 ) -> LaunchConfig:
-    """Return a config in which tp, device, dtype, max_model_len and graph_buckets are decided.
+    """Return a config in which nothing is left open: tp, device, dtype, max_model_len,
+    max_step_tokens and graph_buckets are decided.
 
     `options` holds the values the user gave, by field name. Under a cluster launcher tp is the
     number of its ranks. The weights of a shape are always random. Raises ConfigError.
@@ -139,8 +141,9 @@ def resolve_config(
         attn=resolve_attn(worker.attn, worker.numerics, device, dtype, model),
         max_model_len=resolve_max_model_len(worker.max_model_len, model),
     )
-    worker = resolve_graphs(worker)
-    return replace(asked, runtime=replace(asked.runtime, worker=worker))
+    most = asked.runtime.max_step_tokens or STEP_TOKENS[device]
+    runtime = replace(asked.runtime, worker=resolve_graphs(worker), max_step_tokens=most)
+    return replace(asked, runtime=runtime)
 
 
 def resolve_device(device: str, host: HostFacts) -> str:

@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from unisono.workers.channel import CurveKeys
 from unisono.workers.config import WorkerConfig
 
+STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Most tokens of a step where the user leaves it open, by device: on a GPU the launches of a step
+are to be few beside its arithmetic."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
     """Policy of the deciding process."""
 
     worker: WorkerConfig
-    max_step_tokens: int = 2048
-    """Most tokens that one step computes, prompts and answers together."""
+    max_step_tokens: int = 0
+    """Most tokens that one step computes, prompts and answers together; 0: 8192 on a GPU, 2048 on
+    a CPU."""
     no_prefix_cache: bool = False
     """Compute every prompt anew, even where an earlier request began with the same tokens."""
 

@@ -89,7 +89,7 @@ class TimedWorker(Worker):
             numbers = plan.step, len(plan.rows), sum(plan.rows.count)
             self._timeline.span(Kind.LAUNCH, began, *numbers)
         step = self._running[-1]
-        if isinstance(step.output, LateOutput):
+        if self._track is not None and isinstance(step.output, LateOutput):
             output = TimedOutput(step.output, self._timeline, plan.step)
             self._running[-1] = step._replace(output=output)
 

@@ -66,6 +66,22 @@ def test_max_model_len_zero_is_the_models_limit():
     assert worker_of(rope=rope).max_model_len == 512
 
 
+@pytest.mark.parametrize(
+    ("options", "host", "most"),
+    [
+        ({}, CPU, 2048),
+        ({}, TWO_GPUS, 8192),
+        ({"device": "cpu"}, TWO_GPUS, 2048),
+        ({"max_step_tokens": 0}, TWO_GPUS, 8192),
+        ({"max_step_tokens": 500}, TWO_GPUS, 500),
+    ],
+    ids=str,
+)
+def test_steps_of_a_gpu_are_larger(options, host, most):
+    config = resolve_config(options, "path", tiny_model(), host)
+    assert config.runtime.max_step_tokens == most
+
+
 def test_options_survive_and_the_rest_is_default():
     config = resolve_config(
         {"tp": 2, "log_level": "info", "max_step_tokens": 7}, "path", tiny_model(), CPU
