@@ -132,11 +132,12 @@ def test_ranks_that_choose_other_tokens_are_found(model: str, tmp_path: Path) ->
         tmp_path,
         1,
         {
-            "unisono.workers.model_runner:ModelRunner.step": "import dataclasses\n"
+            "unisono.workers.model_runner:ModelRunner.step": "from unisono.workers.model_runner "
+            "import StepOutput\n"
             "def planted(original, self, plan):\n"
             "    output = original(self, plan)\n"
             "    tokens = [token + (plan.step == 3) for token in output.tokens]\n"
-            "    return dataclasses.replace(output, tokens=tokens)"
+            "    return StepOutput(tokens, None)"
         },
     )
     _, err = run("generate", model, "hello", "--tp", "2", *LONG, env=env, code=1)

@@ -75,11 +75,12 @@ def test_a_rank_that_raises_leaves_a_flight_that_shows_it_again(model: str, tmp_
 
 def test_a_wrong_token_of_every_rank_is_found(model: str, tmp_path: Path) -> None:
     """Nobody noticed it: the ranks agreed, and failed of something else later."""
-    source = """def planted(original, self, plan):
+    source = """from unisono.workers.model_runner import StepOutput
+def planted(original, self, plan):
     if plan.step == 7: raise ValueError('planted in a step')
-    output = original(self, plan)
-    if plan.step == 5: output.tokens[1] ^= 1
-    return output"""
+    tokens = original(self, plan).tokens
+    if plan.step == 5: tokens[1] ^= 1
+    return StepOutput(tokens, None)"""
     _, file = crash(model, tmp_path, plant(tmp_path, None, {STEP: source}), "--tp", "2")
     found = replay(file, "--step", "5", code=1)
     assert [row["equal"] for row in found["rows"]] == [True, False]
@@ -88,10 +89,10 @@ def test_a_wrong_token_of_every_rank_is_found(model: str, tmp_path: Path) -> Non
 
 
 def test_ranks_that_disagree_leave_both_tokens(model: str, tmp_path: Path) -> None:
-    source = """def planted(original, self, plan):
+    source = """from unisono.workers.model_runner import StepOutput
+def planted(original, self, plan):
     output = original(self, plan)
-    if plan.step == 3: output.tokens[:] = [token ^ 1 for token in output.tokens]
-    return output"""
+    return StepOutput([token ^ (plan.step == 3) for token in output.tokens], None)"""
     facts, file = crash(model, tmp_path, plant(tmp_path, 1, {STEP: source}), "--tp", "2")
     assert (facts["error"], facts["step"]) == ("Diverged", 3)
     found = replay(file, code=1)
