@@ -254,7 +254,12 @@ class LocalEngine:
                 output = rank.runner.step(plan)
                 if isinstance(output, StepOutput):
                     return output
-                if rank.runner._decode is not None and plan.rows.decode_only:
+                kinds = rank.runner._slots.sampling
+                if (
+                    rank.runner._decode is not None
+                    and plan.rows.decode_only
+                    and kinds.want_only_tokens(plan.rows.slot)
+                ):
                     used = used_places(plan)
                     is_shown = self._device.type == "cpu"
                     logits = torch.cat(rank.logits)[used] if is_shown else torch.empty(len(used), 0)

@@ -209,8 +209,7 @@ class ModelRunner:
             table.append(slots, positions, token_ids)
             return logits, token_ids, is_nan
 
-        chosen = self._graphs.run("tail", len(row_slots), tail, "sampling" if sampling else why)
-        return _Chosen(*chosen, row_slots)
+        return _Chosen(*self._graphs.run("tail", len(row_slots), tail, why), row_slots)
 
     def _output(self, chosen: _Chosen | None, records: array[int]) -> StepOutput | LateOutput:
         """What the step gives. The host waits only where more than tokens is wanted."""
