@@ -10,6 +10,7 @@ import torch
 
 from tests.rig import LocalEngine
 from tests.tiny import random_ids, write_checkpoint
+from tests.waiting import waits_are_errors
 from unisono.runtime.protocol import SamplingParams
 from unisono.workers.model_runner import LateOutput
 from unisono.workers.protocol import Phase, StepPlan
@@ -50,11 +51,8 @@ class Napping(LocalEngine):
             torch.cuda._sleep(NAP)
             if not self.strict or (Phase.DECODE in phases and not may_decode):
                 return step(plan)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with waits_are_errors():
                 output = step(plan)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             assert isinstance(output, LateOutput)
             assert not output.is_ready(), "the host has waited for the device"
             self.num_strict += 1
