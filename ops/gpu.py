@@ -14,9 +14,11 @@ from unisono.ops.kernels import (
     delta_rule,
     embedding,
     experts,
+    filters,
     gates,
     gumbel,
     linear,
+    logprobs,
     norm,
     penalties,
     rope_kv,
@@ -25,8 +27,7 @@ from unisono.ops.kernels import (
     short_conv,
 )
 from unisono.ops.linear import Linear
-from unisono.ops.reference import filters, logprobs, reduce, speculation
-from unisono.ops.reference.penalties import penalize
+from unisono.ops.reference import reduce, speculation
 from unisono.ops.reference.sampling import unpack_keys
 from unisono.ops.table import Ops
 
@@ -57,9 +58,8 @@ def gpu_ops(device: torch.device) -> Ops:
         unpack_keys=unpack_keys,
         add_noise=gumbel.add_noise,
         noisy_argmax_keys=gumbel.noisy_argmax_keys,
-        # Sorts, and sums of whole numbers: a row's bits have no company on any device.
         filter_logits=filters.filter_logits,
-        penalize=penalize,
+        penalize=penalties.penalize,
         add_bias=penalties.add_bias,
         token_logprobs=logprobs.token_logprobs,
         fuses_sums=True,

@@ -29,7 +29,12 @@ def argmax_keys(logits: Tensor, first_id: int, num_ids: int) -> Tensor:
     value) << 31 | ~id, so the maximum of the keys of all shards is the answer. A shard with no
     eligible id gives the least key. NaN orders above +inf and is found by `unpack_keys`.
     """
-    rows, eligible, pieces = pieces_of(logits, first_id, num_ids, _PIECE)
+    return greatest(piece_keys(logits, first_id, num_ids, _PIECE))
+
+
+def piece_keys(logits: Tensor, first_id: int, num_ids: int, piece: int) -> Tensor:
+    """The greatest key of each piece of a row, [rows, pieces] int64; arguments as above."""
+    rows, eligible, pieces = pieces_of(logits, first_id, num_ids, piece)
     keys = torch.empty((rows, pieces), dtype=torch.int64, device=logits.device)
     _piece_kernel[(rows, pieces)](
         logits,
@@ -37,11 +42,11 @@ def argmax_keys(logits: Tensor, first_id: int, num_ids: int) -> Tensor:
         keys,
         first_id,
         eligible,
-        PIECE=_PIECE,
+        PIECE=piece,
         num_warps=4,
         **overlap_options(logits.device),
     )
-    return greatest(keys)
+    return keys
 
 
 def pieces_of(logits: Tensor, first_id: int, num_ids: int, piece: int) -> tuple[int, int, int]:
@@ -106,6 +111,19 @@ def key_of(
 
 
 @launchable
+@triton.jit
+def logit_of(key: tl.tensor) -> tl.tensor:
+    """The fp32 logit of a key, +0.0 for both zeros."""
+    ordered = (key >> _ID_BITS).to(tl.int32)
+    return tl.where(ordered < 0, ordered ^ 0x7FFF_FFFF, ordered).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def id_of(key: tl.tensor) -> tl.tensor:
+    """The vocabulary id of a key, int64."""
+    return _ID_MASK - (key & _ID_MASK)
+
+
 @triton.jit
 def _greatest_kernel(
     keys_ptr: tl.tensor,
