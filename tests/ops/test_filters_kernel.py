@@ -28,7 +28,7 @@ pytestmark = [
 Options = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-@pytest.fixture(params=[None, (64, 32)], ids=["tiles", "small-tiles"])
+@pytest.fixture(params=[None, (128, 32)], ids=["tiles", "small-tiles"])
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that serve, and small ones, of which even a short row has several."""
     if request.param is not None:
@@ -118,7 +118,7 @@ def test_borders() -> None:
     wide = torch.full((210,), -200.0)
     wide[torch.arange(5) * 40] = logits
     cases = [
-        *((1.0, k, p, 0.0) for k in (0, 1, 4, 209, 210, 1000) for p in (1.0, 0.75, 0.750001)),
+        *((1.0, k, p, 0.0) for k in (0, 4, 209, 1000) for p in (1.0, 0.75, 0.750001)),
         (1.0, 0, 1e-300, 0.0),
         (1.0, 0, 1.0 - 2**-53, 0.0),
         (1.0, 3, 1.0 - 2**-53, 0.0),
