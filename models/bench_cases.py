@@ -334,24 +334,69 @@ def _changing(vocabulary: int, rows: int) -> Iterator[Case]:
         rest = (at.full(rows, 0.8), top_k, at.full(rows, 0.9), at.full(rows, 0.01))
         return [partial(ops.filter_logits, logits(at), *rest)]
 
+    def torch_filters(at: Inputs) -> list[Call]:
+        return [partial(_torch_filters, logits(at), 0.8, 50, 0.9, 0.01)]
+
+    def history(at: Inputs) -> Tensor:
+        return at.ids(rows, 1024, below=vocabulary)
+
     def penalties(at: Inputs, ops: Ops) -> list[Call]:
-        history = at.ids(rows, 1024, below=vocabulary)
         counts = (torch.full((rows,), n, device=at.device) for n in (512, 1024))
         values = (at.full(rows, value) for value in (1.2, 0.5, 0.5))
-        return [partial(ops.penalize, logits(at), history, *counts, *values, 0)]
+        return [partial(ops.penalize, logits(at), history(at), *counts, *values, 0)]
+
+    def torch_penalties(at: Inputs) -> list[Call]:
+        return [partial(_torch_penalties, logits(at), history(at), 512, 1.2, 0.5, 0.5)]
+
+    def places(at: Inputs) -> tuple[Tensor, Tensor]:
+        return torch.arange(rows, device=at.device), at.ids(rows, below=vocabulary)
 
     def bias(at: Inputs, ops: Ops) -> list[Call]:
-        places = (torch.arange(rows, device=at.device), at.ids(rows, below=vocabulary))
-        return [partial(ops.add_bias, logits(at), *places, at.full(rows, 1.5), 0)]
+        return [partial(ops.add_bias, logits(at), *places(at), at.full(rows, 1.5), 0)]
 
-    for op, ours in (
-        ("add_noise", noise),
-        ("filter_logits", filters),
-        ("penalize", penalties),
-        ("add_bias", bias),
+    def torch_bias(at: Inputs) -> list[Call]:
+        x, (row, ids) = logits(at), places(at)
+        added = torch.full((rows, 1), 1.5, device=at.device)
+        return [lambda: x.scatter_add(1, ids[row, None], added)]
+
+    size = 2 * rows * vocabulary * 4
+    for op, num_bytes, ours, torchs in (
+        ("add_noise", size, noise, None),
+        ("filter_logits", size, filters, torch_filters),
+        ("penalize", size + 8 * 1024 * rows, penalties, torch_penalties),
+        ("add_bias", size + 24 * rows, bias, torch_bias),
     ):
-        size = 2 * rows * vocabulary * 4
-        yield Case(op=op, label=f"{rows} x {vocabulary}", num_bytes=size, ours=ours)
+        label = f"{rows} x {vocabulary}"
+        yield Case(op=op, label=label, num_bytes=num_bytes, ours=ours, torch=torchs)
+
+
+def _torch_filters(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> Tensor:
+    """With a sort, in fp32."""
+    ordered, ids = logits.sort(dim=-1, descending=True)
+    ordered[:, top_k:] = -torch.inf
+    share = (ordered / temperature).softmax(-1)
+    keep = (share.cumsum(-1) - share < top_p) & (share >= min_p * share[:, :1])
+    return torch.empty_like(logits).scatter_(1, ids, ordered.where(keep, -torch.inf))
+
+
+def _torch_penalties(
+    logits: Tensor,
+    history: Tensor,
+    num_prompt: int,
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> Tensor:
+    """With dense counters, in fp32."""
+    seen, counts = torch.zeros_like(logits), torch.zeros_like(logits)
+    seen.scatter_(1, history, 1.0)
+    answered = history[:, num_prompt:]
+    counts.scatter_add_(1, answered, torch.ones_like(answered, dtype=counts.dtype))
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen > 0, repeated, logits)
+    return logits - frequency * counts - presence * (counts > 0)
 
 
 def _draws(at: Inputs, rows: int) -> tuple[Tensor, Tensor, Tensor]:

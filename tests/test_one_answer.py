@@ -312,7 +312,7 @@ def test_embedding_and_argmax(backend: str, dtype: torch.dtype) -> None:
 )
 def test_noise_and_filters(backend: str, width: int) -> None:
     """Noise and what may be drawn depend on the row alone: logarithm and exponential keep bits."""
-    ops, count = ops_of(backend), 24 if width < 2000 else 9
+    ops, count = ops_of(backend), num_rows(backend, 24 if width < 2000 else 9)
     logits = 3 * torch.randn(count, width)
     temperature = torch.rand(count, dtype=torch.float64) + 0.1
     seeds = torch.randint(2**62, (count,))
@@ -332,17 +332,59 @@ def test_noise_and_filters(backend: str, width: int) -> None:
     for part in (rows, rows[3:5]):
         fused = ops.noisy_argmax_keys(*(x[part] for x in drawn), 64, 64 + width - 1)
         assert torch.equal(fused, keys[part]), "the fused draw is another"
-    if backend != "interpreter":
-        rows_keep_their_bits("filters", lambda r: ops.filter_logits(*(x[r] for x in kept)), rows)
+    rows_keep_their_bits("filters", lambda r: ops.filter_logits(*(x[r] for x in kept)), rows)
 
 
 @pytest.mark.parametrize(
-    "backend", ["cpu", *(pytest.param("gpu", marks=mark) for mark in kernel_rig.MARKS)]
+    ("backend", "width"),
+    [
+        *(("cpu", width) for width in (1, 1003, 40000)),
+        *(pytest.param(KERNELS, width, marks=kernel_rig.MARKS) for width in (1, 199, 3000)),
+    ],
 )
-@pytest.mark.parametrize("width", [1, 3, 199, 1003, 40000])
-def test_log_probabilities(width: int, backend: str) -> None:
+def test_penalties_and_biases(backend: str, width: int) -> None:
+    """They depend on the row alone, and not on the shard that its ids lie in."""
+    ops, count = ops_of(backend), num_rows(backend, 24)
+    logits, device = some(backend, count, width), device_of(backend)
+    num_tokens = torch.randint(1, 90, (count,), device=device)
+    histories = torch.randint(width, (count, 90), device=device)
+    values = torch.rand((3, count), dtype=torch.float64, device=device) + 0.5
+    ids = torch.randint(width, (count, 2), device=device)
+    ids[:, 1] = ids[:, 0]
+    bias = torch.randn((count, 2), dtype=torch.float64, device=device)
+    bias[:, 1], bias[::2, 1] = -math.inf, 0.0
+
+    def penalized(rows: Tensor, first: int = 0, stop: int = width) -> Tensor:
+        told = (histories[rows], num_tokens[rows] // 2, num_tokens[rows], *values[:, rows])
+        return ops.penalize(logits[rows, first:stop], *told, first)
+
+    def biased(rows: Tensor, first: int = 0, stop: int = width) -> Tensor:
+        at = torch.arange(len(rows), device=device).repeat_interleave(2)
+        part = logits[rows, first:stop].contiguous()
+        return ops.add_bias(part, at, ids[rows].flatten(), bias[rows].flatten(), first)
+
+    rows = torch.arange(count, device=device)
+    for name, op in (("penalties", penalized), ("biases", biased)):
+        rows_keep_their_bits(name, op, rows)
+        for cut in {width // 3, width - 1} - {0}:
+            both = op(rows, 0, cut), op(rows, cut, width)
+            assert_same_bits(f"{name} on shards", torch.cat(both, dim=1), op(rows))
+
+
+@pytest.mark.parametrize(
+    ("backend", "width"),
+    [
+        *(("cpu", width) for width in (1, 3, 199, 1003, 40000)),
+        *(
+            pytest.param(KERNELS, width, marks=kernel_rig.MARKS)
+            for width in ((3, 1030) if INTERPRETED else (1, 3, 199, 1003, 40000))
+        ),
+    ],
+)
+def test_log_probabilities(backend: str, width: int) -> None:
     """They depend on the row alone: not on its company, nor on how its vocabulary was cut."""
-    token_logprobs, count = ops_of(backend).token_logprobs, 80 if width < 2000 else 9
+    token_logprobs = ops_of(backend).token_logprobs
+    count = num_rows(backend, 80 if width < 2000 else 9)
     logits = 4 * some(backend, count, width)
     ids = torch.randint(width, (count,)).to(logits.device)
     for place in range(4):

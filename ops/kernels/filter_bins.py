@@ -195,7 +195,8 @@ def _count_kernel(
         if tl.load(best_keys_ptr + row * pieces + piece) >= tl.load(floor_ptr + row):
             columns = piece * PIECE + tl.arange(0, PIECE)
             inside = columns < width
-            logits = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=0.0)
+            at = logits_ptr + row * row_stride + columns
+            logits = tl.load(at, mask=inside, other=-float("inf"))
             bins = bin_of(logits, tl.load(best_ptr + row), scale)
             counts = tl.histogram(bins, _BINS, mask=inside)
         tl.store(counts_ptr + (row * pieces + piece) * _BINS + tl.arange(0, _BINS), counts)

@@ -167,7 +167,8 @@ def _collect_kernel(
         if needs_all | (is_near & (best_key >= tl.load(floor_ptr + row))):
             columns = piece * PIECE + tl.arange(0, PIECE)
             inside = columns < width
-            logits = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=0.0)
+            at = logits_ptr + row * row_stride + columns
+            logits = tl.load(at, mask=inside, other=-float("inf"))
             bins = bin_of(logits, best, scale)
             chosen = inside & (bins >= first) & (bins <= last)
             place = tl.load(places_ptr + row * pieces + piece) - 1

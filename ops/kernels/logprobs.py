@@ -57,22 +57,7 @@ def token_logprobs(
         num_warps=4,
         enable_fp_fusion=False,
     )
-    num_lists = min(num_top, pieces)
-    keys = torch.empty((rows, num_lists, num_top), dtype=torch.int64, device=device)
-    many = triton.next_power_of_2(pieces)
-    if num_top:
-        _likeliest_kernel[(rows, num_lists)](
-            logits,
-            logits.stride(0),
-            best_keys,
-            keys,
-            width,
-            pieces,
-            num_top,
-            MANY=many,
-            PIECE=_PIECE,
-            num_warps=4,
-        )
+    keys = _likeliest(logits, best_keys, num_top)
     logprob = torch.empty(rows, dtype=torch.float32, device=device)
     rank = torch.empty(rows, dtype=torch.int64, device=device)
     top_ids = torch.empty((rows, num_top), dtype=torch.int64, device=device)
@@ -91,14 +76,36 @@ def token_logprobs(
         top,
         width,
         pieces,
-        num_lists * num_top,
+        keys.shape[1],
         num_top,
-        MANY=many,
-        KEYS=triton.next_power_of_2(max(1, num_lists * num_top)),
+        MANY=triton.next_power_of_2(pieces),
+        KEYS=triton.next_power_of_2(max(1, keys.shape[1])),
         num_warps=4,
         enable_fp_fusion=False,
     )
     return logprob, rank, top_ids, top
+
+
+def _likeliest(logits: Tensor, best_keys: Tensor, num_top: int) -> Tensor:
+    """Keys of each row with the `num_top` greatest among them, [rows, n] int64, the least key where
+    there are no more."""
+    (rows, width), pieces = logits.shape, best_keys.shape[1]
+    num_lists = min(num_top, pieces)
+    keys = torch.empty((rows, num_lists * num_top), dtype=torch.int64, device=logits.device)
+    if num_top:
+        _likeliest_kernel[(rows, num_lists)](
+            logits,
+            logits.stride(0),
+            best_keys,
+            keys,
+            width,
+            pieces,
+            num_top,
+            MANY=triton.next_power_of_2(pieces),
+            PIECE=_PIECE,
+            num_warps=4,
+        )
+    return keys
 
 
 @triton.jit
