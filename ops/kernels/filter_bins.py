@@ -2,8 +2,8 @@
 
 The logits of a row are counted in 256 bins, by their distance from the greatest. For top-k the
 counts say in which bin the cut lies. For top-p the edges of a bin say how much mass it holds at
-least and at most, and so between which bins. Scales decide how many candidates that leaves, and how
-long it takes to choose among them, never what comes out.
+least and at most, and so between which bins; mostly that is two or three. Scales decide how many
+candidates that leaves, and how long it takes to choose among them, never what comes out.
 """
 
 from __future__ import annotations
@@ -22,11 +22,19 @@ NEVER = tl.constexpr((1 << 63) - 1)
 _BINS = tl.constexpr(256)
 _STEP = 32
 """Pieces whose counts are looked at at once."""
-_REACH = tl.constexpr(3.0)
+_REACH = tl.constexpr(4.0)
+"""How deep bins go, in distances from the best logit of all pieces to that of the worst: of 150,000
+normal logits 1 in 100 lies deeper."""
 _NO_MASS = tl.constexpr(28.5)
 """At this many temperatures below the greatest logit, a mass is rounded to 0: 41 log(2) is 28.4."""
 _UNIT = tl.constexpr(2.0**40)
-_SLACK = tl.constexpr(1e-4)
+"""The mass of the likeliest token, as in the reference."""
+_ROUNDER = tl.constexpr(2.0**52)
+_ROUNDER_BITS = tl.constexpr(0x4330_0000_0000_0000)
+_EDGE = tl.constexpr(1e-6)
+"""By how much of its distance the edge of a bin may be off: fp32 rounds three times."""
+_SLACK = tl.constexpr(1e-9)
+"""By how much sums of masses in fp64 may be off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +46,8 @@ class Bins:
     cut: Tensor  # [rows] int64, which holds where `scale` is 0
     floor: Tensor  # [rows] int64: a piece whose greatest key is below holds no candidate
     bounds: Tensor
-    """[rows, 4] int64: first and last bin of the candidates, the number of ids in the bins before,
-    the number of candidates."""
+    """[rows, 5] int64: first and last bin of the candidates, the number of ids in the bins before,
+    the number of candidates, and the mass of all ids, for a row with top-p and without top-k."""
     places: Tensor  # [rows, pieces] int32, how many candidates lie in the pieces before
 
 
@@ -59,8 +67,9 @@ def find_bins(
     (rows, width), pieces, device = logits.shape, best_keys.shape[1], logits.device
     best, scale = torch.empty((2, rows), dtype=torch.float32, device=device)
     cut, floor = torch.empty((2, rows), dtype=torch.int64, device=device)
-    bounds = torch.empty((rows, 4), dtype=torch.int64, device=device)
+    bounds = torch.empty((rows, 5), dtype=torch.int64, device=device)
     counts = torch.empty((rows, pieces, _BINS.value), dtype=torch.int32, device=device)
+    masses = torch.empty((rows, pieces), dtype=torch.int64, device=device)
     places = torch.empty((rows, pieces), dtype=torch.int32, device=device)
     options, many = (temperature, top_k, top_p), triton.next_power_of_2(pieces)
     _span_kernel[(rows,)](
@@ -79,17 +88,30 @@ def find_bins(
         logits,
         logits.stride(0),
         best_keys,
+        *options,
         best,
         scale,
         floor,
         counts,
+        masses,
         width,
         pieces,
         PIECE=piece,
         num_warps=4,
+        enable_fp_fusion=False,
     )
     _bound_kernel[(rows,)](
-        counts, *options, scale, bounds, places, width, pieces, STEP=_STEP, num_warps=8
+        counts,
+        masses,
+        *options,
+        scale,
+        bounds,
+        places,
+        width,
+        pieces,
+        MANY=many,
+        STEP=_STEP,
+        num_warps=8,
     )
     return Bins(best, scale, cut, floor, bounds, places)
 
@@ -102,6 +124,21 @@ def bin_of(logits: tl.tensor, best: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """
     distance = tl.where(logits == best, 0.0, best - logits)
     return tl.minimum(distance * scale, _BINS - 1.0).to(tl.int32)
+
+
+@triton.jit
+def mass_of(likelihood: tl.tensor) -> tl.tensor:
+    """round(2^40 likelihood), halves to even, int64. likelihood fp64 in [0, 1]."""
+    # A number from 2^52 on has no bits for fractions, so that the sum is rounded.
+    bits = (likelihood * _UNIT + _ROUNDER).to(tl.int64, bitcast=True)
+    return bits - _ROUNDER_BITS
+
+
+@triton.jit
+def gap_to(logits: tl.tensor, best: tl.tensor) -> tl.tensor:
+    """logits - best, fp64."""
+    # Equal infinities have no difference.
+    return tl.where(logits == best, 0.0, logits.to(tl.float64) - best.to(tl.float64))
 
 
 @triton.jit
@@ -147,7 +184,8 @@ def _span_kernel(
     span = tl.where(span < 1e30, tl.maximum(span, 1e-30), 1.0)
     searched = is_number & (has_top_k | (tl.load(top_p_ptr + row) < 1.0))
     tl.store(best_ptr + row, best)
-    tl.store(scale_ptr + row, tl.where(searched, (_BINS - 1.0) / span, 0.0))
+    # What lies at the end of the span is not in the last bin, where all the rest is.
+    tl.store(scale_ptr + row, tl.where(searched, (_BINS - 2.0) / span, 0.0))
     tl.store(floor_ptr + row, floor)
     # Where there is a NaN, the reference keeps nothing else.
     tl.store(cut_ptr + row, tl.where(best == best, LEAST_KEY, NEVER))
@@ -179,10 +217,14 @@ def _count_kernel(
     logits_ptr: tl.tensor,
     row_stride: tl.tensor,
     best_keys_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    top_k_ptr: tl.tensor,
+    top_p_ptr: tl.tensor,
     best_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     floor_ptr: tl.tensor,
     counts_ptr: tl.tensor,
+    masses_ptr: tl.tensor,
     width: tl.tensor,
     pieces: tl.tensor,
     PIECE: tl.constexpr,
@@ -191,20 +233,26 @@ def _count_kernel(
     piece = tl.program_id(1)
     scale = tl.load(scale_ptr + row)
     if scale > 0.0:
-        counts = tl.zeros((_BINS,), tl.int32)
+        counts, mass = tl.zeros((_BINS,), tl.int32), tl.zeros((), tl.int64)
         if tl.load(best_keys_ptr + row * pieces + piece) >= tl.load(floor_ptr + row):
             columns = piece * PIECE + tl.arange(0, PIECE)
             inside = columns < width
             at = logits_ptr + row * row_stride + columns
             logits = tl.load(at, mask=inside, other=-float("inf"))
-            bins = bin_of(logits, tl.load(best_ptr + row), scale)
-            counts = tl.histogram(bins, _BINS, mask=inside)
+            best, top_p = tl.load(best_ptr + row), tl.load(top_p_ptr + row)
+            counts = tl.histogram(bin_of(logits, best, scale), _BINS, mask=inside)
+            if (top_p < 1.0) & (limits(tl.load(top_k_ptr + row), width) == 0):
+                gap = gap_to(logits, best)
+                masses = mass_of(tl.exp(gap / tl.load(temperature_ptr + row)))
+                mass = tl.sum(tl.where(inside, masses, 0), axis=0)
         tl.store(counts_ptr + (row * pieces + piece) * _BINS + tl.arange(0, _BINS), counts)
+        tl.store(masses_ptr + row * pieces + piece, mass)
 
 
 @triton.jit
 def _bound_kernel(
     counts_ptr: tl.tensor,
+    masses_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     top_k_ptr: tl.tensor,
     top_p_ptr: tl.tensor,
@@ -213,6 +261,7 @@ def _bound_kernel(
     places_ptr: tl.tensor,
     width: tl.tensor,
     pieces: tl.tensor,
+    MANY: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -231,29 +280,41 @@ def _bound_kernel(
         up_to = tl.cumsum(counts, axis=0)
         last = tl.sum((up_to < wanted).to(tl.int32), axis=0)
         first = last
+        piece = tl.arange(0, MANY)
+        masses = tl.load(masses_ptr + row * pieces + piece, mask=piece < pieces, other=0)
+        mass = tl.sum(masses, axis=0)
         top_p = tl.load(top_p_ptr + row)
         if top_p < 1.0:
             taken = tl.minimum(counts.to(tl.int64), wanted - (up_to - counts))
             taken = tl.maximum(taken, 0).to(tl.float64)
             depth = 1.0 / (scale.to(tl.float64) * tl.load(temperature_ptr + row))
             depth, edge = tl.minimum(depth, 1e300), bins.to(tl.float64)
-            # A mass may be rounded by half a unit, and the edges of a bin by what fp32 rounds.
-            most = tl.exp(-edge * depth * (1.0 - _SLACK)) + 1.0 / _UNIT
-            least = tl.exp(-(edge + 1.0) * depth * (1.0 + _SLACK)) - 1.0 / _UNIT
+            # Of each bin; a mass may be rounded by half a unit.
+            most = tl.exp(-edge * depth * (1.0 - _EDGE)) + 1.0 / _UNIT
+            least = tl.exp(-(edge + 1.0) * depth * (1.0 + _EDGE)) - 1.0 / _UNIT
             least = tl.where(bins < _BINS - 1, tl.maximum(least, 0.0), 0.0)
+            # Of each bin and all before, and of all.
             most, least = tl.cumsum(taken * most, axis=0), tl.cumsum(taken * least, axis=0)
-            share = top_p * (1.0 - _SLACK) * tl.max(least, axis=0)
+            most_all, least_all = tl.max(most, axis=0), tl.max(least, axis=0)
+            mass_most = tl.where(has_top_k, most_all, mass.to(tl.float64) / _UNIT)
+            mass_least = tl.where(has_top_k, least_all, mass.to(tl.float64) / _UNIT)
+            # Neither is more than what the bins behind leave of the whole, or less.
+            left_least, left_most = least_all - least, most_all - most
+            most = tl.minimum(most, mass_most - left_least)
+            least = tl.maximum(least, mass_least - left_most)
+            share = mass_least * top_p * (1.0 - _SLACK)
             first = tl.minimum(tl.sum((most < share).to(tl.int32), axis=0), last)
-            share = top_p * (1.0 + _SLACK) * tl.max(most, axis=0)
+            share = mass_most * top_p * (1.0 + _SLACK)
             enough = tl.sum((least < share).to(tl.int32), axis=0)
             # Whose share it is, is known only once top-k has been found too.
             last = tl.where(has_top_k, last, tl.minimum(enough, last))
         chosen = (bins >= first) & (bins <= last)
-        bounds_ptr += 4 * row
+        bounds_ptr += 5 * row
         tl.store(bounds_ptr, first.to(tl.int64))
         tl.store(bounds_ptr + 1, last.to(tl.int64))
         tl.store(bounds_ptr + 2, tl.sum(tl.where(bins < first, counts, 0), axis=0).to(tl.int64))
         tl.store(bounds_ptr + 3, tl.sum(tl.where(chosen, counts, 0), axis=0).to(tl.int64))
+        tl.store(bounds_ptr + 4, mass)
         place = first - first
         for start in range(0, pieces, STEP):
             at = (start + step)[:, None]

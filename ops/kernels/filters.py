@@ -17,16 +17,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.ops.kernels.filter_bins import NEVER, Bins, bin_of, find_bins, limits, mean
+from unisono.ops.kernels.filter_bins import (
+    NEVER,
+    Bins,
+    bin_of,
+    find_bins,
+    gap_to,
+    limits,
+    mass_of,
+    mean,
+)
 from unisono.ops.kernels.sampling import LEAST_KEY, key_of, logit_of, piece_keys
 
 _PIECE = 1024
 _BLOCK = 2048
 """Candidates that the bisection looks at at once."""
-_UNIT = tl.constexpr(2.0**40)
-"""The mass of the likeliest token, as in the reference."""
-_ROUNDER = tl.constexpr(2.0**52)
-_ROUNDER_BITS = tl.constexpr(0x4330_0000_0000_0000)
 
 
 def filter_logits(
@@ -74,13 +79,12 @@ def _find_cut(
 ) -> None:
     """Fill in `bins.cut` where it is not known yet."""
     keys, masses = torch.empty((2, *logits.shape), dtype=torch.int64, device=logits.device)
-    others = torch.empty((*best_keys.shape, 2), dtype=torch.int64, device=logits.device)
+    others = torch.empty(best_keys.shape, dtype=torch.int64, device=logits.device)
     _collect_kernel[best_keys.shape](
         logits,
         logits.stride(0),
         best_keys,
         temperature,
-        top_k,
         top_p,
         bins.best,
         bins.scale,
@@ -116,27 +120,11 @@ def _sizes(logits: Tensor, best_keys: Tensor) -> tuple[int, int]:
 
 
 @triton.jit
-def mass_of(likelihood: tl.tensor) -> tl.tensor:
-    """round(2^40 likelihood), halves to even, int64. likelihood fp64 in [0, 1]."""
-    # A number from 2^52 on has no bits for fractions, so that the sum is rounded.
-    bits = (likelihood * _UNIT + _ROUNDER).to(tl.int64, bitcast=True)
-    return bits - _ROUNDER_BITS
-
-
-@triton.jit
-def gap_to(logits: tl.tensor, best: tl.tensor) -> tl.tensor:
-    """logits - best, fp64."""
-    # Equal infinities have no difference.
-    return tl.where(logits == best, 0.0, logits.to(tl.float64) - best.to(tl.float64))
-
-
-@triton.jit
 def _collect_kernel(
     logits_ptr: tl.tensor,
     row_stride: tl.tensor,
     best_keys_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
-    top_k_ptr: tl.tensor,
     top_p_ptr: tl.tensor,
     best_ptr: tl.tensor,
     scale_ptr: tl.tensor,
@@ -150,21 +138,16 @@ def _collect_kernel(
     pieces: tl.tensor,
     PIECE: tl.constexpr,
 ) -> None:
-    """The keys of a piece's candidates and their masses, and the masses before and behind them.
-
-    Where there is a top-k, what lies behind the candidates has no share in the mass.
-    """
+    """The keys of a piece's candidates and their masses, and the mass of what lies before them."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     scale = tl.load(scale_ptr + row)
     if scale > 0.0:
-        first, last = tl.load(bounds_ptr + 4 * row), tl.load(bounds_ptr + 4 * row + 1)
-        best, has_top_p = tl.load(best_ptr + row), tl.load(top_p_ptr + row) < 1.0
-        needs_all = has_top_p & (limits(tl.load(top_k_ptr + row), width) == 0)
+        first, last = tl.load(bounds_ptr + 5 * row), tl.load(bounds_ptr + 5 * row + 1)
+        best, before = tl.load(best_ptr + row), tl.zeros((), tl.int64)
         best_key = tl.load(best_keys_ptr + row * pieces + piece)
         is_near = bin_of(logit_of(best_key), best, scale) <= last
-        before, behind = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
-        if needs_all | (is_near & (best_key >= tl.load(floor_ptr + row))):
+        if is_near & (best_key >= tl.load(floor_ptr + row)):
             columns = piece * PIECE + tl.arange(0, PIECE)
             inside = columns < width
             at = logits_ptr + row * row_stride + columns
@@ -174,15 +157,12 @@ def _collect_kernel(
             place = tl.load(places_ptr + row * pieces + piece) - 1
             place = row * width + place + tl.cumsum(chosen.to(tl.int32), axis=0)
             tl.store(keys_ptr + place, key_of(logits, columns, inside, 0), mask=chosen)
-            if has_top_p:
+            if tl.load(top_p_ptr + row) < 1.0:
                 gap = gap_to(logits, best)
                 mass = mass_of(tl.exp(gap / tl.load(temperature_ptr + row)))
                 tl.store(masses_ptr + place, mass, mask=chosen)
                 before = tl.sum(tl.where(inside & (bins < first), mass, 0), axis=0)
-                behind = tl.sum(tl.where(inside & (bins > last), mass, 0), axis=0)
-        others_ptr += 2 * (row * pieces + piece)
-        tl.store(others_ptr, before)
-        tl.store(others_ptr + 1, tl.where(needs_all, behind, 0))
+        tl.store(others_ptr + row * pieces + piece, before)
 
 
 @triton.jit
@@ -204,7 +184,7 @@ def _cut_kernel(
     if tl.load(scale_ptr + row) > 0.0:
         keys_ptr += row * width
         masses_ptr += row * width
-        num = tl.load(bounds_ptr + 4 * row + 3).to(tl.int32)
+        num = tl.load(bounds_ptr + 5 * row + 3).to(tl.int32)
         cut, end = tl.full((), NEVER, tl.int64), tl.full((), LEAST_KEY, tl.int64)
         for start in range(0, num, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -213,16 +193,17 @@ def _cut_kernel(
             cut = tl.minimum(cut, tl.min(tl.where(at < num, keys, NEVER), axis=0))
         top_k = tl.load(top_k_ptr + row)
         if limits(top_k, width):
-            ahead, wanted = tl.load(bounds_ptr + 4 * row + 2), top_k.to(tl.float64)
+            ahead, wanted = tl.load(bounds_ptr + 5 * row + 2), top_k.to(tl.float64)
             cut = _crossing(keys_ptr, masses_ptr, num, cut, end, ahead, wanted, False, BLOCK)
         top_p = tl.load(top_p_ptr + row)
         if top_p < 1.0:
             piece = tl.arange(0, MANY)
-            at = others_ptr + 2 * (row * pieces + piece)
-            before = tl.sum(tl.load(at, mask=piece < pieces, other=0), axis=0)
-            behind = tl.sum(tl.load(at + 1, mask=piece < pieces, other=0), axis=0)
-            _, own = _from(keys_ptr, masses_ptr, num, cut, True, BLOCK)
-            wanted = top_p * (before + own + behind).to(tl.float64)
+            others = tl.load(others_ptr + row * pieces + piece, mask=piece < pieces, other=0)
+            before, mass = tl.sum(others, axis=0), tl.load(bounds_ptr + 5 * row + 4)
+            if limits(top_k, width):
+                _, mass = _from(keys_ptr, masses_ptr, num, cut, True, BLOCK)
+                mass += before
+            wanted = top_p * mass.to(tl.float64)
             cut = _crossing(keys_ptr, masses_ptr, num, cut, end, before, wanted, True, BLOCK)
         tl.store(cut_ptr + row, cut)
 

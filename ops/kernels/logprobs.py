@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.ops.kernels.filters import gap_to, mass_of
+from unisono.ops.kernels.filter_bins import gap_to, mass_of
 from unisono.ops.kernels.sampling import (
     LEAST_KEY,
     greatest,
