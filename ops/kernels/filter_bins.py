@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.ops.kernels.launch import launchable, power_of_two
 from unisono.ops.kernels.sampling import LEAST_KEY, logit_of
 
 NEVER = tl.constexpr((1 << 63) - 1)
@@ -71,7 +72,7 @@ def find_bins(
     counts = torch.empty((rows, pieces, _BINS.value), dtype=torch.int32, device=device)
     masses = torch.empty((rows, pieces), dtype=torch.int64, device=device)
     places = torch.empty((rows, pieces), dtype=torch.int32, device=device)
-    options, many = (temperature, top_k, top_p), triton.next_power_of_2(pieces)
+    options, many = (temperature, top_k, top_p), power_of_two(pieces)
     _span_kernel[(rows,)](
         best_keys,
         *options,
@@ -147,6 +148,7 @@ def limits(top_k: tl.tensor, width: tl.tensor) -> tl.tensor:
     return (top_k > 0) & (top_k < width)
 
 
+@launchable
 @triton.jit
 def _span_kernel(
     best_keys_ptr: tl.tensor,
@@ -212,6 +214,7 @@ def mean(low: tl.tensor, high: tl.tensor) -> tl.tensor:
     return (low >> 1) + (high >> 1) + (low & high & 1)
 
 
+@launchable
 @triton.jit
 def _count_kernel(
     logits_ptr: tl.tensor,
@@ -249,6 +252,7 @@ def _count_kernel(
         tl.store(masses_ptr + row * pieces + piece, mass)
 
 
+@launchable
 @triton.jit
 def _bound_kernel(
     counts_ptr: tl.tensor,

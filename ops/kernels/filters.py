@@ -27,6 +27,7 @@ from unisono.ops.kernels.filter_bins import (
     mass_of,
     mean,
 )
+from unisono.ops.kernels.launch import launchable, power_of_two
 from unisono.ops.kernels.sampling import LEAST_KEY, key_of, logit_of, piece_keys
 
 _PIECE = 1024
@@ -109,7 +110,7 @@ def _find_cut(
         bins.bounds,
         bins.cut,
         *_sizes(logits, best_keys),
-        MANY=triton.next_power_of_2(best_keys.shape[1]),
+        MANY=power_of_two(best_keys.shape[1]),
         BLOCK=_BLOCK,
         num_warps=8,
     )
@@ -119,6 +120,7 @@ def _sizes(logits: Tensor, best_keys: Tensor) -> tuple[int, int]:
     return logits.shape[1], best_keys.shape[1]
 
 
+@launchable
 @triton.jit
 def _collect_kernel(
     logits_ptr: tl.tensor,
@@ -165,6 +167,7 @@ def _collect_kernel(
         tl.store(others_ptr + row * pieces + piece, before)
 
 
+@launchable
 @triton.jit
 def _cut_kernel(
     keys_ptr: tl.tensor,
@@ -259,6 +262,7 @@ def _from(
     return count, weight if BY_MASS else count
 
 
+@launchable
 @triton.jit
 def _keep_kernel(
     logits_ptr: tl.tensor,

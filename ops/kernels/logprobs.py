@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unisono.ops.kernels.filter_bins import gap_to, mass_of
+from unisono.ops.kernels.launch import launchable, power_of_two
 from unisono.ops.kernels.sampling import (
     LEAST_KEY,
     greatest,
@@ -78,8 +79,8 @@ def token_logprobs(
         pieces,
         keys.shape[1],
         num_top,
-        MANY=triton.next_power_of_2(pieces),
-        KEYS=triton.next_power_of_2(max(1, keys.shape[1])),
+        MANY=power_of_two(pieces),
+        KEYS=power_of_two(max(1, keys.shape[1])),
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -101,7 +102,7 @@ def _likeliest(logits: Tensor, best_keys: Tensor, num_top: int) -> Tensor:
             width,
             pieces,
             num_top,
-            MANY=triton.next_power_of_2(pieces),
+            MANY=power_of_two(pieces),
             PIECE=_PIECE,
             num_warps=4,
         )
@@ -121,6 +122,7 @@ def _own_logit(
     return tl.load(at, mask=token_id < width, other=-float("inf"))
 
 
+@launchable
 @triton.jit
 def _weigh_kernel(
     logits_ptr: tl.tensor,
@@ -145,6 +147,7 @@ def _weigh_kernel(
     tl.store(greater_ptr + at, tl.sum((logits > own).to(tl.int64), axis=0))
 
 
+@launchable
 @triton.jit
 def _likeliest_kernel(
     logits_ptr: tl.tensor,
@@ -181,6 +184,7 @@ def _without(keys: tl.tensor, key: tl.tensor) -> tl.tensor:
     return tl.where(keys == key, LEAST_KEY, keys)
 
 
+@launchable
 @triton.jit
 def _finish_kernel(
     logits_ptr: tl.tensor,

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unisono.ops.kernels.launch import blocks_of, launchable
+
 _PIECE = 2048
 _BLOCK = 1024
 """Tokens of a history, or biases, of one program."""
@@ -44,7 +46,7 @@ def penalize(
     (rows, shard), length = logits.shape, history.shape[1]
     result = torch.empty((rows, shard), dtype=torch.float32, device=logits.device)
     counters = torch.empty((rows, shard, 2), dtype=torch.int32, device=logits.device)
-    _copy_kernel[(rows, triton.cdiv(shard, _PIECE))](
+    _copy_kernel[(rows, blocks_of(shard, _PIECE))](
         logits,
         logits.stride(0),
         presence,
@@ -56,7 +58,7 @@ def penalize(
         enable_fp_fusion=False,
     )
     for step in _STEPS:
-        _penalize_kernel[(rows, triton.cdiv(length, _BLOCK))](
+        _penalize_kernel[(rows, blocks_of(length, _BLOCK))](
             history,
             history.stride(0),
             length,
@@ -94,7 +96,7 @@ def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, bias: Tensor, first_id: 
     result = logits + 0.0
     sums = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
     for step in _STEPS:
-        _bias_kernel[(triton.cdiv(len(ids), _BLOCK),)](
+        _bias_kernel[(blocks_of(len(ids), _BLOCK),)](
             rows,
             ids,
             bias,
@@ -117,6 +119,7 @@ def _check(dtype: torch.dtype, *tensors: Tensor) -> None:
         assert tensor.is_contiguous()
 
 
+@launchable
 @triton.jit
 def _copy_kernel(
     logits_ptr: tl.tensor,
@@ -137,6 +140,7 @@ def _copy_kernel(
     tl.store(result_ptr + row * shard + columns, exact.to(tl.float32), mask=inside)
 
 
+@launchable
 @triton.jit
 def _penalize_kernel(
     history_ptr: tl.tensor,
@@ -181,6 +185,7 @@ def _penalize_kernel(
         tl.store(result_ptr + row * shard + columns, exact.to(tl.float32), mask=here)
 
 
+@launchable
 @triton.jit
 def _bias_kernel(
     rows_ptr: tl.tensor,
