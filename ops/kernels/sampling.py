@@ -110,7 +110,6 @@ def key_of(
     return tl.where(inside, (ordered.to(tl.int64) << _ID_BITS) | lowest, LEAST_KEY)
 
 
-@launchable
 @triton.jit
 def logit_of(key: tl.tensor) -> tl.tensor:
     """The fp32 logit of a key, +0.0 for both zeros."""
@@ -124,6 +123,7 @@ def id_of(key: tl.tensor) -> tl.tensor:
     return _ID_MASK - (key & _ID_MASK)
 
 
+@launchable
 @triton.jit
 def _greatest_kernel(
     keys_ptr: tl.tensor,
