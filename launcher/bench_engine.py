@@ -40,6 +40,7 @@ OPTIONS = (
     "collectives",
     "load_format",
     "overlay",
+    "state_dtype",
     "max_step_tokens",
     "no_graphs",
     "graph_buckets",

@@ -36,7 +36,7 @@ from unisono.launcher.options import (
     option_spec,
 )
 from unisono.launcher.prompts import Prompt, gather_prompts, tokenize_prompts
-from unisono.launcher.roofline import ITEM_BYTES, Card, answers_bytes, card_here, floor_s
+from unisono.launcher.roofline import Card, Items, answers_bytes, card_here, floor_s
 from unisono.models.config import ConfigError
 from unisono.models.partition import ModelPartition
 from unisono.runtime.protocol import EngineReady, SamplingParams
@@ -335,7 +335,7 @@ def _of_floor(answer: Answer, worker: WorkerConfig, card: Card | None) -> str:
         return ""
     partition = ModelPartition.of(worker.model, worker.tp)
     lengths = [(answer.num_prompt_tokens, len(answer.token_ids))]
-    read = answers_bytes(partition, ITEM_BYTES[worker.dtype], lengths)
+    read = answers_bytes(partition, Items.of(worker.dtype, worker.state_dtype), lengths)
     floor = floor_s(read, card.bandwidth_tb_s * 1e12, share_memory=False)
     part = _percent(floor / (answer.total_s - answer.first_token_s))
     return f"{part} of the floor at {card.bandwidth_tb_s:g} TB/s, "

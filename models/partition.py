@@ -142,6 +142,10 @@ class ModelPartition:
         """Layers with a KV cache; the MTP layer is the last."""
         return self.config.num_kv_layers + self.drafts
 
+    def kv_elements(self, rank: int) -> int:
+        """Numbers of one token's key and value in one layer with a KV cache."""
+        return 2 * self.kv_heads.size(rank) * self.config.head_dim
+
     def state_elements(self, rank: int) -> tuple[int, int]:
         """Numbers of one request's state in one delta net: of its convolution, of its rule."""
         delta = self.config.delta
@@ -149,6 +153,19 @@ class ModelPartition:
             return 0, 0
         state = self.value_heads.size(rank) * delta.value_head_dim * delta.key_head_dim
         return self.conv_channels(rank) * (delta.conv_width - 1), state
+
+    def state_bytes(
+        self, rank: int, item_bytes: int, state_item_bytes: int, num_drafts: int = 0
+    ) -> int:
+        """Bytes of one request's recurrent state on `rank`, all gated delta nets; 0 without any.
+
+        The inputs of the convolution are kept in the model's dtype, of `item_bytes`, and what a
+        step with `num_drafts` may take back beside them, of which the rest is fp32.
+        """
+        convolution, rule = self.state_elements(rank)
+        inputs, rest = self.pending_elements(rank, num_drafts)
+        each = (convolution + inputs) * item_bytes + rule * state_item_bytes + 4 * rest
+        return sum(self.config.delta_layers) * each
 
     def pending_shapes(self, rank: int, num_drafts: int) -> tuple[tuple[int, ...], ...]:
         """What one request keeps in one delta net of a step with up to `num_drafts` drafts: its

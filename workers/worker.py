@@ -36,7 +36,6 @@ from unisono.workers.memory import (
     free_bytes,
     host_budget,
     offer,
-    state_bytes,
 )
 from unisono.workers.model_runner import LateOutput, ModelRunner, StepOutput
 from unisono.workers.orders import WorkerOrders
@@ -98,7 +97,9 @@ class Worker:
             orders.config.model, orders.config.tp, drafts=self._num_drafts > 0
         )
         self._part = part = (self._partition, self._rank, self._dtype)
-        self._state_bytes = state_bytes(*part, state_dtype, self._num_drafts)
+        self._state_bytes = self._partition.state_bytes(
+            self._rank, self._dtype.itemsize, state_dtype.itemsize, self._num_drafts
+        )
         self._cache = KVCache(*part, self._device)
         self._states = (
             StatePool(*part, state_dtype, self._device, self._num_drafts)

@@ -28,7 +28,7 @@ from unisono.launcher.bench_step import (
 )
 from unisono.launcher.bench_step_report import BatchTimes, closing_line, details_of, row_of, titles
 from unisono.launcher.resolve import HostFacts
-from unisono.launcher.roofline import step_bytes
+from unisono.launcher.roofline import Items, step_bytes
 from unisono.runtime.protocol import Delta, Tokens, WorkerLost
 from unisono.runtime.scheduler import Scheduler
 from unisono.workers.protocol import Phase, int32s
@@ -262,8 +262,9 @@ def test_a_gpu_is_warmed_up_timed_and_then_traced(tmp_path, monkeypatch):
     assert rounds == [[[0] * 6, [1] * 6, [2] * 6]] * 2
     assert found.num_keys == 9 / (3 * 6)
     partition = partition_of(plan.prepared)
-    assert found.step_bytes == sum(step_bytes(partition, 2, 3, 0.5))
-    assert found.floor_s == max(step_bytes(partition, 2, 3, 0.5)) / 4e12
+    read = step_bytes(partition, Items(2, 4), 3, 0.5)
+    assert found.step_bytes == sum(read)
+    assert found.floor_s == max(read) / 4e12
 
 
 def test_an_engine_that_fails_has_the_last_word(tmp_path, monkeypatch, capsys):

@@ -284,12 +284,26 @@ def test_weights_of_another_model_are_an_error(inspect, model):
     assert "has shape [300, 36], the configuration says [301, 36]" in err
 
 
+def test_narrow_states_are_counted_as_such(capsys):
+    """Qwen3.5-27B: 48 delta nets of 48 states of 128 x 128, three inputs of 10,240 channels."""
+    seen = {}
+    for dtype, item in (("float32", 4), ("bfloat16", 2)):
+        arguments = ["--dtype", "bfloat16", "--state-dtype", dtype, "--json"]
+        assert cli.run(["inspect", "shape:qwen3.5-27b", *arguments]) == 0
+        report = seen[dtype] = json.loads(capsys.readouterr().out)
+        state = 48 * (48 * 128 * 128 * item + 3 * 10240 * 2)
+        assert report["state_bytes_per_request"] == state
+    [wide], [narrow] = seen["float32"]["ranks"], seen["bfloat16"]["ranks"]
+    assert wide["streamed_bytes"] - narrow["streamed_bytes"] == 2 * 48 * 48 * 128 * 128 * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--tp", "10"], "tp=10: 9 query heads in 3 groups"),
         (["--max-model-len", "129"], "--max-model-len 129: the model's limit is 128 tokens"),
         (["--dtype", "int4"], "--dtype int4: choose auto"),
+        (["--state-dtype", "bfloat16"], "--state-dtype bfloat16: is for models with a recurrent"),
     ],
     ids=" ".join,
 )
