@@ -123,10 +123,13 @@ class Engine:
 
     def _obey(self, client: str, order: Order) -> None:
         """Sleep, wake or take other weights, once the results in flight are in."""
+        began, spent = time.monotonic(), self._workers.spent_s
         while self._in_flight:
             self._take_result()
         self._tell()
         error: WorkerLost | None = None
+        spent.clear()
+        spent["steps in flight"] = time.monotonic() - began
         match order:
             case Sleep(level=level) if level > self._sleep_level:
                 self._workers.release(weights=level > 1)
@@ -137,8 +140,12 @@ class Engine:
             case Reload(path=path, load_format=load_format):
                 error = self._reload(LoadWeights(path=path, load_format=load_format))
         said, level = "" if error is None else str(error), self._sleep_level
-        answer = EngineAsleep(level=level, error=said) if level else EngineAwake(error=said)
-        self._hub.send(client, answer)
+        spent["the rest"] = time.monotonic() - began - sum(spent.values())
+        took = tuple(spent.items())
+        if level:
+            self._hub.send(client, EngineAsleep(level=level, error=said, took=took))
+        else:
+            self._hub.send(client, EngineAwake(error=said, took=took))
 
     def _wake(self) -> WorkerLost | None:
         """Take what was given back; why it sleeps on, if weights cannot be loaded."""

@@ -318,20 +318,23 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAsleep:
-    """Answer to an `Order`: the engine sleeps now. `error`: as in `EngineAwake`."""
+    """Answer to an `Order`: the engine sleeps now. Fields as in `EngineAwake`."""
 
     level: int
     error: str = ""
+    took: tuple[tuple[str, float], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAwake:
     """Answer to an `Order`: the engine serves now.
 
-    `error`: why weights could not be loaded, with the rank; all is as it was before.
+    `error`: why weights could not be loaded, with the rank; all is as it was before. `took`: the
+    seconds in which nobody was served for it, by what they went into.
     """
 
     error: str = ""
+    took: tuple[tuple[str, float], ...] = field(default=(), compare=False)
 
 
 ENGINE_EVENTS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Callable
 
 from unisono.runtime.flight import FlightRecorder
@@ -33,6 +34,11 @@ _SAME_ON_EVERY_RANK = {
     "digest": "collectives",
 }
 """Fields of a StepResult, and what differs where they do."""
+_OBEYING = {
+    Allocate: "taking memory",
+    Release: "giving memory back",
+    LoadWeights: "loading weights",
+}
 SILENCE_S = 0.1
 """How long ranks may say nothing before the launcher is heard: it may know that one is gone."""
 
@@ -70,6 +76,8 @@ class WorkerGroup:
         """What the ranks were last told to take."""
         self.weights = LoadWeights(path="")
         """Where they have their weights from, or will have them when they wake."""
+        self.spent_s = defaultdict[str, float](float)
+        """Seconds in which all ranks obeyed, by what, since somebody cleared it."""
         self._last_sent = -1
         self._results: dict[int, dict[int, StepResult]] = {}
 
@@ -177,6 +185,7 @@ class WorkerGroup:
 
     def _await_ready(self, order: Allocate | Release | LoadWeights) -> dict[int, str]:
         """Wait until every rank has obeyed; what went wrong on each."""
+        began = time.monotonic()
         self._send(order)
         answers: dict[int, str] = {}
         while len(answers) < self._num_ranks:
@@ -188,6 +197,7 @@ class WorkerGroup:
                 case other:
                     told = type(order).__name__
                     raise ProtocolError(f"{type(other).__name__} from a rank told to {told}")
+        self.spent_s[_OBEYING[type(order)]] += time.monotonic() - began
         return answers
 
     def _send(

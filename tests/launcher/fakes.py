@@ -145,6 +145,10 @@ def _bits(value: float) -> array[int]:
     return array("i", array("f", [value]).tobytes())
 
 
+TOOK = (("steps in flight", 0.25), ("giving memory back", 1.5), ("the rest", 0.001))
+"""What a `FakeEngine` says that it took to obey."""
+
+
 class FakeEngine:
     """Answers a prompt with its own bytes in capitals, one token an event, requests in turn.
 
@@ -212,7 +216,11 @@ class FakeEngine:
                     raise WorkerLost("rank 1 died in phase 'reload weights'")
                 error = "rank 1: torn" if path.endswith("torn") else ""
         level = self._level
-        state = EngineAsleep(level=level, error=error) if level else EngineAwake(error=error)
+        state = (
+            EngineAsleep(level=level, error=error, took=TOOK)
+            if level
+            else EngineAwake(error=error, took=TOOK)
+        )
         self.states.append(state)
 
     def poll(self, timeout_s: float) -> list[Event]:

@@ -136,7 +136,7 @@ def check_answers(client: Client) -> None:
         assert (told(client.sent, asked.request_id), "length") == expected(asked)
 
 
-def states(client: Client) -> list[object]:
+def states(client: Client) -> list[EngineAsleep | EngineAwake]:
     return [each for each in client.sent if isinstance(each, EngineAsleep | EngineAwake)]
 
 
@@ -220,6 +220,46 @@ def test_where_the_former_weights_are_gone_too_the_rank_is_named() -> None:
 def test_a_rank_that_ends_in_it_is_named() -> None:
     with pytest.raises(RankFault, match=r"^rank 1 failed in phase 'load': E: m$"):
         serve([*SUBMITS, Reload(path="deadly", load_format="auto")])
+
+
+class Clock:
+    """Time that passes only while ranks answer: a second for a step, ten for anything else."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.now, self.receive = 100.0, ranks.receive
+        ranks.receive = self.passing  # type: ignore[method-assign]
+
+    def passing(self, timeout_s: float) -> tuple[str, object] | None:
+        answer = self.receive(timeout_s)
+        if answer is not None and answer[0] == "rank 1" and not isinstance(answer[1], Progress):
+            self.now += 1 if isinstance(answer[1], StepResult) else 10
+        return answer
+
+
+def test_it_says_what_the_pause_went_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B36: what was in flight, then each thing that ranks were told; of a failed load twice."""
+    script = [Sleep(level=1), Wake(), Reload(path="torn", load_format="auto"), Sleep(level=2)]
+    ranks = Ranks({"torn": [1]})
+    clock = Clock(ranks)
+    monkeypatch.setattr("unisono.runtime.engine.time.monotonic", lambda: clock.now)
+    client = Client(ranks, [*SUBMITS, *script, Sleep(level=1), Wake()])
+    workers: Any = WorkerGroup(ranks, 2)  # type: ignore[arg-type]
+    workers.weights, workers.allocated = OWN, Allocate(num_blocks=20)
+    Engine(client, workers, scheduler(), 400).run()  # type: ignore[arg-type]
+    check_answers(client)
+    told = [dict(state.took) for state in states(client)]
+    flights = [took.pop("steps in flight") for took in told]
+    assert flights[0] == 1, "a step was under way"
+    assert {*flights} <= {0, 1}
+    assert [took.pop("the rest") for took in told] == [0] * 6
+    assert told == [
+        {"giving memory back": 10},
+        {"taking memory": 10},
+        {"loading weights": 20},
+        {"giving memory back": 10},
+        {},
+        {"loading weights": 10, "taking memory": 10},
+    ]
 
 
 def test_it_stops_asleep() -> None:
