@@ -45,6 +45,7 @@ OPTIONS = (
     "no_graphs",
     "graph_buckets",
     "capture",
+    "random_padding",
     "log_level",
     "start_timeout_s",
     "stop_grace_s",

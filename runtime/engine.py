@@ -141,11 +141,8 @@ class Engine:
                 error = self._reload(LoadWeights(path=path, load_format=load_format))
         said, level = "" if error is None else str(error), self._sleep_level
         spent["the rest"] = time.monotonic() - began - sum(spent.values())
-        took = tuple(spent.items())
-        if level:
-            self._hub.send(client, EngineAsleep(level=level, error=said, took=took))
-        else:
-            self._hub.send(client, EngineAwake(error=said, took=took))
+        answer = partial(EngineAsleep, level=level) if level else EngineAwake
+        self._hub.send(client, answer(error=said, took=tuple(spent.items())))
 
     def _wake(self) -> WorkerLost | None:
         """Take what was given back; why it sleeps on, if weights cannot be loaded."""

@@ -280,7 +280,9 @@ class Worker:
         decode = None
         if self._device.type == "cuda" and is_ours:
             width, rows = config.model.hidden_size, config.max_requests
-            buffers = StepBuffers(rows, width, self._dtype, self._device, num_drafts)
+            padding_ids = config.model.vocab_size * config.random_padding
+            sizes = (rows, width, self._dtype, self._device, num_drafts, padding_ids)
+            buffers = StepBuffers(*sizes)
             owned = (self._cache, slots, sampler, self._graphs, buffers, config.graph_buckets)
             where = (shape, windows, self._states)
             decode = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.closeness import assert_same_bits
 from tests.rig import LocalEngine, Rank
 from tests.tiny import random_ids, write_checkpoint
+from unisono.models.interface import Caches, ForwardBatch
 from unisono.ops.by_reference import NEED_THE_HOST, REFERENCES, with_references
 from unisono.ops.comm import solo_group
 from unisono.ops.table import Ops
@@ -109,6 +111,30 @@ def test_a_new_generation_is_captured_again_and_live_blocks_keep_their_bytes(mod
     after = (x for layer in rank.cache.layers for x in (layer.k, layer.v))
     for mine, theirs in zip(after, before, strict=True):
         assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16))
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3.5-moe"])
+def test_random_padding_changes_no_answer(name: str, tmp_path: Path) -> None:
+    write_checkpoint(name, tmp_path)
+    prompts = prompts_for(tmp_path, 5)
+    options = {"dtype": "bfloat16", "device": GPU, "graphs": True, "graph_buckets": (11,)}
+    want = LocalEngine(tmp_path, max_requests=11, **options).generate(prompts, 30)
+    engine = LocalEngine(tmp_path, max_requests=11, random_padding=True, **options)
+    seen = Counter[int]()
+    forward = engine.ranks[0].model.forward
+
+    def watched(batch: ForwardBatch, caches: Caches) -> torch.Tensor:
+        if not torch.cuda.is_current_stream_capturing():
+            seen.update(batch.token_ids.tolist())
+        return forward(batch, caches)
+
+    engine.ranks[0].model.forward = watched  # type: ignore[method-assign]
+    got = engine.generate(prompts, 30)
+    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
+    assert engine.ranks[0].pool.num_replays > 20
+    asked = {token for prompt in prompts for token in prompt}
+    answered = {token for answer in got for token in answer.token_ids}
+    assert len({*seen} - asked - answered) >= 3, "ids that nobody but padding has"
 
 
 def test_switched_off_nothing_is_captured(model: Path) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.device_plans import with_device_plans
 from tests.launcher.fakes import tiny_model
+from tests.rig import LocalEngine
+from tests.tiny import random_ids, write_checkpoint
 from tests.workers.fake_graphs import Card, fake_card
 from unisono.launcher.graph_options import buckets_up_to
+from unisono.models.interface import Caches, ForwardBatch
 from unisono.ops.comm import solo_group
 from unisono.workers.config import WorkerConfig
 from unisono.workers.decode_steps import DecodeSteps, sized
@@ -60,6 +65,41 @@ class Steps(DecodeSteps):
     def _tail(self, height: int, draws: bool) -> torch.Tensor:
         self._card.do(lambda: self.ran.update([(height,)]))
         return torch.zeros(height, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_drafts"), [("qwen3-moe", 0), ("qwen3.5-moe", 0), ("qwen3.5-moe", 2)]
+)
+def test_random_padding_changes_no_answer(name: str, num_drafts: int, tmp_path: Path) -> None:
+    """The body of a graph, run on the CPU: at least five rows of eight are padding."""
+    write_checkpoint(name, tmp_path, mtp=num_drafts > 0)
+    prompts = [random_ids(length, 199, seed=length) for length in (1, 9, 63)]
+    answers, padding = [], []
+    for random_padding in (False, True):
+        engine = LocalEngine(
+            tmp_path,
+            graphs=True,
+            graph_buckets=(8,),
+            max_requests=8,
+            ops_of=with_device_plans,
+            num_drafts=num_drafts,
+            random_padding=random_padding,
+        )
+        model, seen = engine.ranks[0].model, set[int]()
+
+        def watched(
+            batch: ForwardBatch, caches: Caches, forward: Any = model.forward, seen: Any = seen
+        ) -> torch.Tensor:
+            if len(batch.token_ids) % 8 == 0:  # the prompts together have 73
+                seen.update(batch.token_ids[len(batch.token_ids) // 8 * 3 :].tolist())
+            return forward(batch, caches)
+
+        model.forward = watched  # type: ignore[method-assign]
+        answers.append([answer.token_ids for answer in engine.generate(prompts, 8)])
+        padding.append(len(seen))
+    assert answers[0] == answers[1]
+    assert padding[0] <= 1 + num_drafts, "what slot 0 holds"
+    assert padding[1] > 4
 
 
 @pytest.fixture
