@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.closeness import assert_same_bits
-from tests.rig import LocalEngine, Rank
+from tests.rig import LocalEngine
+from tests.scratch import live_bytes, poison_scratch
 from tests.tiny import random_ids, write_checkpoint
 from unisono.models.interface import Caches, ForwardBatch
 from unisono.ops.by_reference import NEED_THE_HOST, REFERENCES, with_references
@@ -111,6 +113,46 @@ def test_a_new_generation_is_captured_again_and_live_blocks_keep_their_bytes(mod
     after = (x for layer in rank.cache.layers for x in (layer.k, layer.v))
     for mine, theirs in zip(after, before, strict=True):
         assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_drafts"), [("llama-untied-1003", 0), ("qwen3.5-moe", 0), ("qwen3.5", 3)]
+)
+@torch.inference_mode()
+def test_captured_anew_amid_answers_what_is_live_keeps_its_bytes(
+    name: str, num_drafts: int, tmp_path: Path
+) -> None:
+    """Around every capture, of steps with live requests; and before every step scratch is NaN."""
+    write_checkpoint(name, tmp_path, mtp=num_drafts > 0)
+    prompts = prompts_for(tmp_path, 5)
+    options = {"dtype": "bfloat16", "device": GPU, "num_drafts": num_drafts, "max_requests": 6}
+    want = LocalEngine(tmp_path, **options).generate(prompts, 40)
+    engine = LocalEngine(tmp_path, graphs=True, **options)
+    [rank] = engine.ranks
+    capture, num_checked = rank.pool._capture, 0
+
+    def checked(*piece: Any) -> Any:
+        nonlocal num_checked
+        torch.cuda.synchronize()
+        before = live_bytes(rank)
+        captured = capture(*piece)
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, live_bytes(rank), before)), f"capture of {piece[0]}"
+        num_checked += 1
+        return captured
+
+    rank.pool._capture = checked  # type: ignore[method-assign]
+    owners: list[Any] = [rank.cache, rank.runner._slots]
+    owners += [] if rank.states is None else [rank.states]
+
+    def disturb(step: int) -> None:
+        poison_scratch(rank)
+        if step % 7 == 6:
+            owners[step // 7 % len(owners)].generation += 1
+
+    got = engine.generate(prompts, 40, before_step=disturb)
+    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
+    assert num_checked == rank.pool.num_captures > 8
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "qwen3.5-moe"])
@@ -283,12 +325,3 @@ def test_other_weights_answer_as_a_fresh_engine_with_them(model: Path, tmp_path:
         assert [answers(engine) for _ in range(2)] == [expected] * 2
     tails = {key[0] for piece, key in engine.ranks[0].pool._graphs if piece == "tail"}
     assert tails == {1, 2, 4}
-
-
-def live_bytes(rank: Rank) -> list[torch.Tensor]:
-    """What belongs to somebody: all but slot 0, block 0 and state 0."""
-    table = rank.runner._slots
-    live = [part[1:] for layer in rank.cache.layers for part in (layer.k, layer.v)]
-    live += [table.token_ids[1:], table.block_table[1:], table.lengths[1:], table.states[1:]]
-    live += [] if rank.states is None else [tensor[:, 1:] for tensor in rank.states._tensors]
-    return [tensor.contiguous().view(torch.uint8).clone() for tensor in live]
