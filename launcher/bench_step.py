@@ -158,7 +158,9 @@ def make_plan(*, model: str, **values: Any) -> StepBench:
         options,
         f"--context {values['context']}: with {answer} tokens of answer that is {longest} tokens",
         lambda limit: (
-            f"choose at most {limit - answer}" if limit > answer else "choose fewer --steps"
+            f"choose at most {limit - answer}"
+            if limit > answer
+            else "choose fewer --steps, or a smaller --context"
         ),
     )
     return StepBench(

@@ -36,7 +36,6 @@ from unisono.launcher.answering import (
     Answer,
     Piece,
     Request,
-    check_prompts,
     ids_request,
     numerics_of,
 )
@@ -46,6 +45,7 @@ from unisono.launcher.engine_thread import EngineThread, Job, News
 from unisono.launcher.ids_only import IdsOnly, check_text_params
 from unisono.launcher.options import check_sampling_params, option_spec
 from unisono.launcher.pause import Pause
+from unisono.launcher.prompts import check_prompts
 from unisono.launcher.reload import reload_order
 from unisono.launcher.resolve import prepare, with_tokenizer
 from unisono.launcher.timed import TimedEngine, text_for
@@ -288,10 +288,10 @@ class LLM:
     ) -> Sequence[Request]:
         option_spec("priority").check(priority)
         worker = self._config.runtime.worker
-        if params is not None:
-            check_sampling_params(params, worker.model)
-            check_text_params(params, self._tokenizer)
-        check_prompts(requests, worker)
+        params = SamplingParams() if params is None else params
+        check_sampling_params(params, worker.model)
+        check_text_params(params, self._tokenizer)
+        check_prompts(requests, worker, params.max_tokens)
         return [replace(request, priority=priority) for request in requests]
 
     def _news(
