@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from array import array
@@ -173,7 +174,10 @@ class Worker:
                 case StepPlan() as plan:
                     self._launch(plan)
                 case Allocate() | Release() | LoadWeights() as order:
+                    gc.unfreeze()
                     self._peer.send(Ready(rank=self._rank, error=self._change_memory(order)))
+                    gc.collect()
+                    gc.freeze()  # amid steps the collector would take 0.1 s to look at all of it
                     self._report.note("step")
                 case WatchSteps() as wanted:
                     self._watch = StepWatch(
@@ -279,9 +283,8 @@ class Worker:
         self._graphs = self.make_pool(self._device, self._group, owners_there, off)
         decode = None
         if self._device.type == "cuda" and is_ours:
-            width, rows = config.model.hidden_size, config.max_requests
-            padding_ids = config.model.vocab_size * config.random_padding
-            sizes = (rows, width, self._dtype, self._device, num_drafts, padding_ids)
+            rows, ids = config.max_requests, config.model.vocab_size * config.random_padding
+            sizes = (rows, config.model.hidden_size, self._dtype, self._device, num_drafts, ids)
             buffers = StepBuffers(*sizes)
             owned = (self._cache, slots, sampler, self._graphs, buffers, config.graph_buckets)
             where = (shape, windows, self._states)

@@ -31,8 +31,9 @@ SEEDED = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, top
 PROMPTS = [random_ids(length, seed=length) for length in (3, 70, 80)]
 OPTIONS = {"max_requests": 2, "max_step_tokens": 64, "max_model_len": 128}
 SLOW = """def planted(original, self, plan):
-    import time
+    import gc, time
     time.sleep(0.01)
+    assert len(gc.get_objects()) < 5000 < gc.get_freeze_count(), "garbage collection takes long"
     return original(self, plan)"""
 NOTHING_IN_IT = """def planted(original, self, count):
     original(self, count)

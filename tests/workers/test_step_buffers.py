@@ -22,9 +22,10 @@ def test_rows_belong_to_the_slots_of_this_step_and_the_rest_to_scratch() -> None
         assert buffers.slots[:height].tolist() == [*slots, *[0] * (height - len(slots))]
 
 
-def test_padding_has_random_tokens_where_that_is_asked(buffers: StepBuffers) -> None:
+def test_padding_has_random_tokens_where_that_is_asked() -> None:
     """In rows of slot 0 alone, the same in every engine; otherwise what is there stays."""
     cpu = torch.device("cpu")
+    buffers = StepBuffers(8, 4, torch.float32, cpu, 1)
     asked, again = (StepBuffers(8, 4, torch.float32, cpu, 1, 1000) for _ in range(2))
     ids = -1 - torch.arange(16)
     for slots, height, width in (([3], 8, 1), ([2, 5], 8, 2), ([1, 2], 2, 2), ([4, 1, 6], 4, 1)):
