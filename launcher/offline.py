@@ -53,8 +53,7 @@ from unisono.launcher.tokenizer import Tokenizer
 from unisono.models.config import ConfigError
 from unisono.models.headers import CheckpointError
 from unisono.runtime.protocol import (
-    EngineAsleep,
-    EngineAwake,
+    EngineState,
     Order,
     SamplingParams,
     Sleep,
@@ -337,7 +336,7 @@ class LLM:
 
     def _order(self, wanted: Order) -> Pause:
         """Have the engine obey, and wait until it has."""
-        answers: queue.SimpleQueue[EngineAsleep | EngineAwake | Exception] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[EngineState | Exception] = queue.SimpleQueue()
         self._started().order(wanted, answers.put)
         answer = answers.get()
         if isinstance(answer, Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unisono.runtime.protocol import EngineAsleep, EngineAwake
+from unisono.runtime.protocol import EngineState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class Pause:
     """What orders may take at the most (`start_timeout_s`): the engine is given up after it."""
 
     @classmethod
-    def of(cls, state: EngineAsleep | EngineAwake, limit_s: float) -> Pause:
+    def of(cls, state: EngineState, limit_s: float) -> Pause:
         """That of the order which `state` answers."""
         return cls(parts=dict(state.took), limit_s=limit_s)
 

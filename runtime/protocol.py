@@ -181,7 +181,7 @@ class Reload:
 
 
 Order = Sleep | Wake | Reload
-"""Each is answered by one `EngineAsleep` or `EngineAwake`, in order."""
+"""Each is answered by one `EngineState`, in order."""
 CLIENT_MESSAGES = (Submit, Abort, Stop, Crashed, Rerun, Reschedule, WatchSteps, Sleep, Wake, Reload)
 
 
@@ -317,22 +317,14 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineAsleep:
-    """Answer to an `Order`: the engine sleeps now. Fields as in `EngineAwake`."""
-
-    level: int
-    error: str = ""
-    took: tuple[tuple[str, float], ...] = field(default=(), compare=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineAwake:
-    """Answer to an `Order`: the engine serves now.
+class EngineState:
+    """Answer to an `Order`: the engine sleeps at `level` now, or serves where that is 0.
 
     `error`: why weights could not be loaded, with the rank; all is as it was before. `took`: the
     seconds in which nobody was served for it, by what they went into.
     """
 
+    level: int = 0
     error: str = ""
     took: tuple[tuple[str, float], ...] = field(default=(), compare=False)
 
@@ -349,6 +341,5 @@ ENGINE_EVENTS = (
     Replayed,
     StepsSeen,
     Reschedule,
-    EngineAsleep,
-    EngineAwake,
+    EngineState,
 )

@@ -98,9 +98,8 @@ class Worker:
             orders.config.model, orders.config.tp, drafts=self._num_drafts > 0
         )
         self._part = part = (self._partition, self._rank, self._dtype)
-        self._state_bytes = self._partition.state_bytes(
-            self._rank, self._dtype.itemsize, state_dtype.itemsize, self._num_drafts
-        )
+        sizes = (self._dtype.itemsize, state_dtype.itemsize, self._num_drafts)
+        self._state_bytes = self._partition.state_bytes(self._rank, *sizes)
         self._cache = KVCache(*part, self._device)
         self._states = (
             StatePool(*part, state_dtype, self._device, self._num_drafts)

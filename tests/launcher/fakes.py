@@ -17,9 +17,8 @@ from unisono.models.config_reader import read_model_config
 from unisono.models.partition import ModelPartition
 from unisono.runtime.protocol import (
     Delta,
-    EngineAsleep,
-    EngineAwake,
     EngineReady,
+    EngineState,
     Finished,
     Order,
     Rejected,
@@ -168,7 +167,7 @@ class FakeEngine:
         self._queues: dict[int, deque[Event]] = {}
         self._next_id = 100
         self.ordered: list[Order] = []
-        self.states: deque[EngineAsleep | EngineAwake] = deque()
+        self.states: deque[EngineState] = deque()
         self._level = 0
         self.made.append(self)
 
@@ -216,11 +215,7 @@ class FakeEngine:
                     raise WorkerLost("rank 1 died in phase 'reload weights'")
                 error = "rank 1: torn" if path.endswith("torn") else ""
         level = self._level
-        state = (
-            EngineAsleep(level=level, error=error, took=TOOK)
-            if level
-            else EngineAwake(error=error, took=TOOK)
-        )
+        state = EngineState(level=level, error=error, took=TOOK)
         self.states.append(state)
 
     def poll(self, timeout_s: float) -> list[Event]:

@@ -26,9 +26,8 @@ from unisono.launcher.verify_oracle import Oracle, OracleBroken
 from unisono.launcher.verify_run import NUM_TOP
 from unisono.runtime.protocol import (
     Delta,
-    EngineAsleep,
-    EngineAwake,
     EngineReady,
+    EngineState,
     Finished,
     Order,
     Reload,
@@ -63,7 +62,7 @@ class FakeEngine:
         self.worker = config.runtime.worker
         self.limits = Reschedule(num_blocks=1, max_step_tokens=1, prefix_cache=False)
         self._events: deque[Delta | Tokens | Finished] = deque()
-        self.states: deque[EngineAsleep | EngineAwake] = deque()
+        self.states: deque[EngineState] = deque()
         self.ordered: list[Order] = []
         self._num_asked = 0
 
@@ -128,9 +127,7 @@ class FakeEngine:
         self.ordered.append(wanted)
         error = type(self).on_order(wanted)
         level = wanted.level if isinstance(wanted, Sleep) else 0
-        self.states.append(
-            EngineAsleep(level=level, error=error) if level else EngineAwake(error=error)
-        )
+        self.states.append(EngineState(level=level, error=error))
 
     def poll(self, timeout_s: float) -> Sequence[Delta | Tokens | Finished]:
         return [] if self.states else [self._events.popleft()]
