@@ -155,6 +155,30 @@ def test_captured_anew_amid_answers_what_is_live_keeps_its_bytes(
     assert num_checked == rank.pool.num_captures > 8
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
+def test_answers_are_those_of_requests_alone_in_batches_of_up_to_256(
+    name: str, tmp_path: Path
+) -> None:
+    """Four more every third step: graphs of every size, exact and padded."""
+    write_checkpoint(name, tmp_path)
+    prompts = [random_ids(1 + 7 * i % 40, 199, seed=i) for i in range(256)]
+    sizes = {"dtype": "bfloat16", "device": GPU, "max_model_len": 256}
+    engine = LocalEngine(tmp_path, graphs=True, max_requests=256, num_blocks=1024, **sizes)
+    arrivals = [3 * (i // 4) for i in range(256)]
+    got = engine.generate(prompts, 200, arrivals)
+    [rank] = engine.ranks
+    heights = {key[0] for piece, key in rank.pool._graphs if piece == "tail"}
+    assert heights == {*engine.graph_buckets} - {1, 2}
+    assert rank.pool.num_replays > 400
+    alone = LocalEngine(tmp_path, graphs=True, max_requests=1, **sizes)
+    for i in (0, 3, 100, 201, 255):
+        [want] = alone.generate([prompts[i]], 200)
+        assert got[i].token_ids == want.token_ids, f"prompt {i}"
+    eager = LocalEngine(tmp_path, max_requests=256, num_blocks=1024, **sizes)
+    for mine, theirs in zip(got, eager.generate(prompts, 200, arrivals), strict=True):
+        assert mine.token_ids == theirs.token_ids
+
+
 @pytest.mark.parametrize("name", ["qwen3-moe", "qwen3.5-moe"])
 def test_random_padding_changes_no_answer(name: str, tmp_path: Path) -> None:
     write_checkpoint(name, tmp_path)
