@@ -80,9 +80,10 @@ def test_ranks_agree_over_ten_thousand_steps(tmp_path: Path) -> None:
     come and go meanwhile, and prompts run eagerly between replays."""
     write_checkpoint("long", tmp_path)
     options = {"device": "cuda", "tp": 2, "dtype": "bfloat16", "max_requests": 4}
+    options |= {"load_format": "random", "max_model_len": 12_000}
     long = SamplingParams(max_tokens=10_000, ignore_eos=True)
     prompts = [random_ids(1 + 37 * i % 150, 300, seed=i) for i in range(40)]
-    with LLM(str(tmp_path), max_model_len=12_000, **options) as llm:
+    with LLM(str(tmp_path), **options) as llm:
         with llm.stream(PROMPTS[0], long) as stream:
             next(stream)
             for prompt in prompts:
