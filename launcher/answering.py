@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import unisono
 from unisono.launcher.logprobs import TokenLogprob, read_logprobs
-from unisono.launcher.options import option_spec
 from unisono.launcher.stop_strings import StopSearch, StopStrings
 from unisono.runtime.protocol import (
     Delta,
@@ -19,7 +18,6 @@ from unisono.runtime.protocol import (
     EngineReady,
     Finished,
     Rejected,
-    RequestRejected,
     SamplingParams,
     Tokens,
 )
@@ -412,28 +410,6 @@ def answer_all(
     finally:
         for request_id in request_ids:
             answering.drop(request_id)
-
-
-def check_prompts(requests: Sequence[Request], worker: WorkerConfig) -> None:
-    """Raise RequestRejected if a prompt is empty, leaves no room for an answer, or holds ids that
-    the model has no row for (given so, or by a tokenizer of another model)."""
-    for place, request in enumerate(requests, start=1):
-        name = f"prompt {place} of {len(requests)}" if len(requests) > 1 else "the prompt"
-        count = len(request.prompt_ids)
-        if count == 0:
-            raise RequestRejected(f"{name} is empty: it has no tokens")
-        if count + 1 > worker.max_model_len:
-            raise RequestRejected(
-                f"{name} has {count} tokens: with one token of answer that is more than the "
-                f"{worker.max_model_len} of {option_spec('max_model_len').flag}"
-            )
-        last = worker.model.vocab_size - 1
-        for token in (min(request.prompt_ids), max(request.prompt_ids)):
-            if not 0 <= token <= last:
-                why = "" if request.gives_ids else ", so the tokenizer is not this model's"
-                raise RequestRejected(
-                    f"{name} has token id {token}: the model's ids run from 0 to {last}{why}"
-                )
 
 
 def numerics_of(ready: EngineReady, worker: WorkerConfig) -> str:

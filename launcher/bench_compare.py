@@ -285,11 +285,14 @@ def _sides(context: click.Context, make_plan: Callable[..., Planned]) -> tuple[S
     try:
         more = shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"--compare {text}: {error}") from None
+        raise ConfigError(f"--compare {text}: {error}; quote OPTIONS as for a shell") from None
     home = Path(unisono.__file__).resolve().parent.parent
     other = home if checkout is None else Path(checkout).expanduser().absolute()
     if not (other / "unisono" / "__main__.py").is_file():
-        raise ConfigError(f"--compare-checkout {checkout}: unisono/__main__.py is not there")
+        raise ConfigError(
+            f"--compare-checkout {checkout}: unisono/__main__.py is not there; choose the root of "
+            "a checkout"
+        )
     mine = (str(context.info_name), *_given(context))
     if checkout is None:
         _check(context, make_plan, text, [*mine[1:], *more])

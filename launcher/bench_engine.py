@@ -40,10 +40,12 @@ OPTIONS = (
     "collectives",
     "load_format",
     "overlay",
+    "state_dtype",
     "max_step_tokens",
     "no_graphs",
     "graph_buckets",
     "capture",
+    "random_padding",
     "log_level",
     "start_timeout_s",
     "stop_grace_s",
@@ -174,10 +176,12 @@ def describe(prepared: Prepared, model: str, requests: str) -> dict[str, Any]:
         "tp": worker.tp,
         "device": worker.device,
         "dtype": worker.dtype,
+        "state_dtype": worker.state_dtype if worker.model.is_hybrid else "",
         "attn": worker.attn,
         "numerics": worker.numerics,
         "collectives": worker.collectives,
         "graphs": worker.device == "cuda" and not worker.no_graphs,
+        "random_padding": worker.random_padding,
         "max_step_tokens": prepared.launch.runtime.max_step_tokens,
         "cpu": cpu_model(),
         "traced": bool(prepared.launch.trace),
@@ -190,8 +194,9 @@ def show_header(report: Report, facts: Mapping[str, Any], machine: Machine) -> N
     ranks = f"{facts['tp']} rank{'s' if facts['tp'] > 1 else ''}"
     report.line(f"{facts['cpu'] if device == 'cpu' else device}, {ranks}")
     report.line(versions_line(facts))
+    states = f", states {facts['state_dtype']}" if facts["state_dtype"] else ""
     report.line(
-        f"{facts['model']}: {facts['dtype']}, attention {facts['attn']}, numerics "
+        f"{facts['model']}: {facts['dtype']}{states}, attention {facts['attn']}, numerics "
         f"{facts['numerics']}; memory{' of one GPU' if device != 'cpu' else ''} gives "
         f"{machine.bytes_per_s / 1e9:,.1f} GB/s, measured"
     )

@@ -37,7 +37,7 @@ from unisono.launcher.bench_report import SHOWN, Report, output_options
 from unisono.launcher.graph_counts import GraphCounts
 from unisono.launcher.options import config_options, given, option_spec
 from unisono.launcher.resolve import Prepared
-from unisono.launcher.roofline import ITEM_BYTES, answers_bytes, floor_s
+from unisono.launcher.roofline import Items, answers_bytes, floor_s
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import SamplingParams
 from unisono.workers.timings import Machine
@@ -298,7 +298,8 @@ def _asked(
 
 def _floor(plan: OfflineBench, job: Job, machine: Machine) -> float:
     worker = plan.prepared.worker
-    read = answers_bytes(partition_of(plan.prepared), ITEM_BYTES[worker.dtype], job.lengths)
+    items = Items.of(worker.dtype, worker.state_dtype)
+    read = answers_bytes(partition_of(plan.prepared), items, job.lengths)
     return floor_s(read, machine.bytes_per_s, share_memory=worker.device == "cpu")
 
 

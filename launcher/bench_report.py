@@ -40,7 +40,9 @@ class Report:
 
     def __init__(self, *, as_json: bool, output: str | None) -> None:
         if output is not None and not Path(output).absolute().parent.is_dir():
-            raise ConfigError(f"--output {output}: its directory does not exist")
+            raise ConfigError(
+                f"--output {output}: its directory does not exist; choose a file in one that does"
+            )
         self._as_json, self._output = as_json, output
 
     def line(self, text: str = "") -> None:

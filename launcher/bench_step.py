@@ -46,7 +46,7 @@ from unisono.launcher.bench_step_report import (
 from unisono.launcher.engine_client import Engine
 from unisono.launcher.options import config_options, given
 from unisono.launcher.resolve import Prepared
-from unisono.launcher.roofline import ITEM_BYTES, floor_s, step_bytes, weight_bytes
+from unisono.launcher.roofline import Items, floor_s, step_bytes, weight_bytes
 from unisono.models.config import ConfigError
 from unisono.runtime.config import STEP_TOKENS
 from unisono.runtime.protocol import EngineError, SamplingParams
@@ -158,7 +158,9 @@ def make_plan(*, model: str, **values: Any) -> StepBench:
         options,
         f"--context {values['context']}: with {answer} tokens of answer that is {longest} tokens",
         lambda limit: (
-            f"choose at most {limit - answer}" if limit > answer else "choose fewer --steps"
+            f"choose at most {limit - answer}"
+            if limit > answer
+            else "choose fewer --steps, or a smaller --context"
         ),
     )
     return StepBench(
@@ -194,7 +196,8 @@ def measure(
     rounds = [_round(engine, watch, asked, worker.tp) for _ in range(plan.rounds)]
     partition = partition_of(plan.prepared)
     num_keys = rounds[0][0][0].watched.num_keys / (batch * watch.num_steps)
-    read = step_bytes(partition, ITEM_BYTES[worker.dtype], batch, num_keys)
+    items = Items.of(worker.dtype, worker.state_dtype)
+    read = step_bytes(partition, items, batch, num_keys)
     times = BatchTimes(
         batch=batch,
         num_keys=num_keys,
@@ -216,7 +219,7 @@ def trace(engine: Engine, plan: StepBench, times: BatchTimes) -> list[DeviceTime
 def show_plan(report: Report, plan: StepBench) -> None:
     """The rest of the header, and the titles of the table."""
     partition, worker = partition_of(plan.prepared), plan.prepared.worker
-    item = ITEM_BYTES[worker.dtype]
+    item = Items.of(worker.dtype, worker.state_dtype).model
     most = max(weight_bytes(partition, rank, item) for rank in range(worker.tp))
     rounds = f"{plan.rounds} round{'s' if plan.rounds > 1 else ''}"
     report.line(

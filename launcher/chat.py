@@ -26,7 +26,6 @@ from unisono.launcher.answering import (
     Answering,
     Piece,
     Request,
-    check_prompts,
     numerics_of,
 )
 from unisono.launcher.console import Console
@@ -40,6 +39,7 @@ from unisono.launcher.options import (
     given,
     make_sampling_params,
 )
+from unisono.launcher.prompts import check_prompts
 from unisono.launcher.roofline import card_here
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import EngineError, EngineReady, RequestRejected, SamplingParams
@@ -138,7 +138,7 @@ class Conversation:
             del turns[0]
             ids = self._ids(text, turns, self.system)
         request = Request(index=0, prompt=text, prompt_ids=tuple(ids))
-        check_prompts([request], self.worker)
+        check_prompts([request], self.worker, self.max_tokens)
         dropped = len(self.turns) - len(turns)
         self.turns = turns
         return request, dropped

@@ -106,8 +106,7 @@ def model_fit(name: str, partition: ModelPartition, dtype: str, host: HostReport
     head = config.vocab_size * config.hidden_size * (4 if config.tie_word_embeddings else 4 - item)
     read = sum(spec.nbytes(item) for rank in ranks for spec in partition.weights(rank))
     weights = read + head
-    heads = sum(partition.kv_heads.size(rank) for rank in ranks)
-    per_token = 2 * config.num_kv_layers * heads * config.head_dim * item
+    per_token = config.num_kv_layers * sum(map(partition.kv_elements, ranks)) * item
     left = host.memory_available - weights
     return ModelFit(
         name=name,

@@ -36,9 +36,8 @@ from unisono.runtime.protocol import (
     Abort,
     Crashed,
     Delta,
-    EngineAsleep,
-    EngineAwake,
     EngineReady,
+    EngineState,
     Failed,
     Finished,
     Order,
@@ -116,7 +115,7 @@ class Engine:
         self._next_id = 0
         self.seen: list[StepsSeen] = []
         """What ranks have answered to `watch`, as far as `poll` has met it."""
-        self.states: deque[EngineAsleep | EngineAwake] = deque()
+        self.states: deque[EngineState] = deque()
         """The same of what the engine has answered to `order`."""
         self._num_ordered, self._deadline = 0, math.inf
         self._owner_pid = os.getpid()
@@ -221,7 +220,7 @@ class Engine:
                         events.append(message)
                     case StepsSeen():
                         self.seen.append(message)
-                    case EngineAsleep() | EngineAwake():
+                    case EngineState():
                         self._take_state(message)
                     case _:
                         raise self._broken(f"sent {type(message).__name__} after it was ready")
@@ -309,7 +308,7 @@ class Engine:
         if self._lost is not None:
             raise self._lost
 
-    def _take_state(self, state: EngineAsleep | EngineAwake) -> None:
+    def _take_state(self, state: EngineState) -> None:
         self.states.append(state)
         self._num_ordered -= 1
         if self._num_ordered:

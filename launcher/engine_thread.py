@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from unisono.launcher.answering import Answer, Answering, Piece, Request, TokenText
 from unisono.runtime.protocol import (
-    EngineAsleep,
-    EngineAwake,
     EngineError,
+    EngineState,
     Order,
     SamplingParams,
 )
@@ -27,7 +26,7 @@ BUSY_POLL_S = 0.01
 CLOSED = "the engine was closed while an answer was wanted"
 
 News = Piece | Answer | Exception
-StateSink = Callable[[EngineAsleep | EngineAwake | Exception], None]
+StateSink = Callable[[EngineState | Exception], None]
 """Called once in the engine's thread: how the engine is after an order, or what went wrong."""
 
 

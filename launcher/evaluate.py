@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.launcher.answering import Request, check_prompts, numerics_of
+from unisono.launcher.answering import Request, numerics_of
 from unisono.launcher.console import Console
 from unisono.launcher.generate import obey
 from unisono.launcher.options import LAUNCH_OPTIONS, config_options, given
+from unisono.launcher.prompts import check_prompts
 from unisono.models.config import ConfigError
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _read_text(name: str) -> str:
     try:
         content = Path(name).read_bytes()
     except OSError as error:
-        raise ConfigError(f"--text {name}: {error.strerror}") from None
+        raise ConfigError(f"--text {name}: {error.strerror}; choose a text file") from None
     try:
         text = content.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
     except UnicodeDecodeError as error:
@@ -145,7 +146,7 @@ def _encoded(text: str, name: str, tokenizer: Tokenizer, worker: WorkerConfig) -
             "first never counts: at least 2 are needed"
         )
     extremes = Request(index=0, prompt="", prompt_ids=(min(token_ids), max(token_ids)))
-    check_prompts([extremes], worker)
+    check_prompts([extremes], worker, max_tokens=1)
     return token_ids
 
 

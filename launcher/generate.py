@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.launcher.answering import Answer, Piece, answer_all, check_prompts, numerics_of
+from unisono.launcher.answering import Answer, Piece, answer_all, numerics_of
 from unisono.launcher.console import Console
 from unisono.launcher.draft_counts import DraftCounts
 from unisono.launcher.graph_counts import GraphCounts
@@ -35,8 +35,8 @@ from unisono.launcher.options import (
     make_sampling_params,
     option_spec,
 )
-from unisono.launcher.prompts import Prompt, gather_prompts, tokenize_prompts
-from unisono.launcher.roofline import ITEM_BYTES, Card, answers_bytes, card_here, floor_s
+from unisono.launcher.prompts import Prompt, check_prompts, gather_prompts, tokenize_prompts
+from unisono.launcher.roofline import Card, Items, answers_bytes, card_here, floor_s
 from unisono.models.config import ConfigError
 from unisono.models.partition import ModelPartition
 from unisono.runtime.protocol import EngineReady, SamplingParams
@@ -122,7 +122,7 @@ def command(
     tokenizer = _tokenizer_of(prepared, model)
     check_text_params(params, tokenizer)
     requests = tokenize_prompts(asked, tokenizer, raw=raw, system=system, priority=priority or 0)
-    check_prompts(requests, prepared.worker)
+    check_prompts(requests, prepared.worker, params.max_tokens)
     launch = with_tokenizer(prepared.launch, tokenizer.size, tokenizer.eos_ids)
     with (TimedEngine if launch.trace else Engine)(launch, cluster) as engine:
         with console.loading() as progress:
@@ -335,7 +335,7 @@ def _of_floor(answer: Answer, worker: WorkerConfig, card: Card | None) -> str:
         return ""
     partition = ModelPartition.of(worker.model, worker.tp)
     lengths = [(answer.num_prompt_tokens, len(answer.token_ids))]
-    read = answers_bytes(partition, ITEM_BYTES[worker.dtype], lengths)
+    read = answers_bytes(partition, Items.of(worker.dtype, worker.state_dtype), lengths)
     floor = floor_s(read, card.bandwidth_tb_s * 1e12, share_memory=False)
     part = _percent(floor / (answer.total_s - answer.first_token_s))
     return f"{part} of the floor at {card.bandwidth_tb_s:g} TB/s, "

@@ -40,6 +40,8 @@ def resolve_graphs(worker: WorkerConfig) -> WorkerConfig:
         _check_buckets(worker.graph_buckets, asked, worker.max_requests)
     given = {"--graph-buckets": asked, "--capture": worker.capture.removeprefix("lazy")}
     why = why_no_graphs(worker, "leave it out")
+    if why and worker.random_padding:
+        raise ConfigError(f"--random-padding: {why}")
     if not why and worker.no_graphs:
         why = "--no-graphs captures nothing; give one of the two"
     for flag, value in given.items():

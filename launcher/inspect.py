@@ -19,7 +19,7 @@ from unisono.launcher.inspect_report import Report, make_report
 from unisono.launcher.options import config_options, given, make_launch_config
 from unisono.models.partition import ModelPartition
 
-OPTIONS = ("tp", "dtype", "max_model_len", "load_format", "overlay")
+OPTIONS = ("tp", "dtype", "max_model_len", "load_format", "overlay", "state_dtype")
 WIDTH = 100
 LEFT = ("rank", "card", "source")
 """Columns of words; the others hold numbers."""
@@ -41,6 +41,7 @@ def command(model: str, as_json: bool, **options: Any) -> int:
     from unisono.launcher.model_source import read_source_config, resolve_model
     from unisono.launcher.resolve import (
         check_checkpoint,
+        check_states,
         host_facts,
         resolve_device,
         resolve_dtype,
@@ -55,6 +56,7 @@ def command(model: str, as_json: bool, **options: Any) -> int:
         given(options, OPTIONS), model_path=str(source.path), model=config
     ).runtime.worker
     partition = ModelPartition.of(config, asked.tp)
+    check_states(options, config)
     parts = parse_overlay(asked.overlay, config)
     is_random = source.kind == "shape" or asked.load_format == "random"
     if not is_random:
@@ -66,6 +68,7 @@ def command(model: str, as_json: bool, **options: Any) -> int:
         partition,
         dtype=asked.dtype if asked.dtype != "auto" else resolve_dtype("auto", device, config),
         max_model_len=resolve_max_model_len(asked.max_model_len, config),
+        state_dtype=asked.state_dtype,
         weights_from="random" if is_random else _with_random("files", parts),
     )
     if as_json:

@@ -9,10 +9,9 @@ from typing import Any
 
 from unisono.launcher.roofline import (
     CARDS,
-    ITEM_BYTES,
+    Items,
     kv_bytes,
     read_bytes,
-    state_bytes,
     weight_sizes,
 )
 from unisono.models.config import ModelConfig
@@ -79,14 +78,15 @@ def make_report(
     dtype: str,
     max_model_len: int,
     weights_from: str = "files",
+    state_dtype: str = "float32",
 ) -> Report:
     """Compute the report from numbers alone."""
     config = partition.config
-    context, item_bytes = min(CONTEXT_TOKENS, max_model_len), ITEM_BYTES[dtype]
+    context, items = min(CONTEXT_TOKENS, max_model_len), Items.of(dtype, state_dtype)
     drafting = replace(partition, drafts=config.num_mtp_layers > 0)
-    sizes = [weight_sizes(drafting, rank, item_bytes) for rank in range(partition.ranks)]
+    sizes = [weight_sizes(drafting, rank, items.model) for rank in range(partition.ranks)]
     ranks = tuple(
-        _share_of(partition, rank, item_bytes, context, each) for rank, each in enumerate(sizes)
+        _share_of(partition, rank, items, context, each) for rank, each in enumerate(sizes)
     )
     per_token = sum(share.kv_bytes_per_token for share in ranks)
     slowest = max(share.streamed_bytes for share in ranks)
@@ -114,14 +114,14 @@ def make_report(
 
 
 def _share_of(
-    partition: ModelPartition, rank: int, item_bytes: int, context: int, sizes: Mapping[str, int]
+    partition: ModelPartition, rank: int, items: Items, context: int, sizes: Mapping[str, int]
 ) -> RankShare:
     """`sizes`: of the weights, those of the MTP layer among them if the model has one."""
     config = partition.config
     held = sizes if partition.drafts else _split(sizes)[0]
     start, stop = partition.kv_heads.ranges[rank]
-    kv_per_token = 2 * partition.num_kv_layers * (stop - start) * config.head_dim * item_bytes
-    state = state_bytes(partition, rank, item_bytes)
+    kv_per_token = partition.num_kv_layers * partition.kv_elements(rank) * items.model
+    state = partition.state_bytes(rank, *items)
     streamed = read_bytes(config, held) + 2 * state
     return RankShare(
         rank=rank,
@@ -141,7 +141,7 @@ def _share_of(
         weight_bytes=sum(held.values()),
         kv_bytes_per_token=kv_per_token,
         state_bytes_per_request=state,
-        streamed_bytes=streamed + int(kv_bytes(partition, rank, item_bytes, context)),
+        streamed_bytes=streamed + int(kv_bytes(partition, rank, items.model, context)),
     )
 
 

@@ -36,7 +36,6 @@ from unisono.launcher.answering import (
     Answer,
     Piece,
     Request,
-    check_prompts,
     ids_request,
     numerics_of,
 )
@@ -45,6 +44,8 @@ from unisono.launcher.engine_client import Engine
 from unisono.launcher.engine_thread import EngineThread, Job, News
 from unisono.launcher.ids_only import IdsOnly, check_text_params
 from unisono.launcher.options import check_sampling_params, option_spec
+from unisono.launcher.pause import Pause
+from unisono.launcher.prompts import check_prompts
 from unisono.launcher.reload import reload_order
 from unisono.launcher.resolve import prepare, with_tokenizer
 from unisono.launcher.timed import TimedEngine, text_for
@@ -52,15 +53,14 @@ from unisono.launcher.tokenizer import Tokenizer
 from unisono.models.config import ConfigError
 from unisono.models.headers import CheckpointError
 from unisono.runtime.protocol import (
-    EngineAsleep,
-    EngineAwake,
+    EngineState,
     Order,
     SamplingParams,
     Sleep,
     Wake,
 )
 
-__all__ = ["LLM", "Answer", "AsyncStream", "Piece", "SamplingParams", "Stream"]
+__all__ = ["LLM", "Answer", "AsyncStream", "Pause", "Piece", "SamplingParams", "Stream"]
 
 Messages = Sequence[Mapping[str, str]]
 Prompt = str | Sequence[int]
@@ -73,10 +73,10 @@ class LLM:
     Options are those of `unisono generate`, by field name: tp, dtype, device, attn, numerics,
     collectives, load_format, overlay, max_model_len, max_requests, kv_tokens, memory_utilization,
     state_slots, state_dtype, speculate, max_step_tokens, no_prefix_cache, no_graphs, graph_buckets,
-    capture, log_level, start_timeout_s, stop_grace_s, flight_dir, trace; others are refused. The
-    constructor checks everything a user can get wrong and raises ConfigError; the ranks start with
-    the `with` block, or with the first prompt. The file of `trace` is written when they stop, and
-    written anew where they are started again.
+    capture, random_padding, log_level, start_timeout_s, stop_grace_s, flight_dir, trace; others are
+    refused. The constructor checks all that a user can get wrong and raises ConfigError; the ranks
+    start with the `with` block, or with the first prompt. The file of `trace` is written when they
+    stop, and written anew where they are started again.
 
     Safe to use from several threads and coroutines at a time: the engine is driven by a thread of
     its own, which batches all that is asked, and no answer depends on what else runs. `close` ends
@@ -193,8 +193,8 @@ class LLM:
         requests = self._checked([self._prompt(prompt)], params, priority)
         return AsyncStream(self._anews(requests, params, whole=False))
 
-    def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake`, and return when it is free, whoever else waits.
+    def sleep(self, level: int = 1) -> Pause:
+        """Give memory back until `wake`; return, once it is free, how long that took.
 
         Level 1 gives back the KV cache and the recurrent states; level 2 the weights too. What
         runs loses its place and keeps its tokens, what is asked meanwhile waits: `wake` has them
@@ -207,17 +207,17 @@ class LLM:
                 f"sleep level {level!r}: choose 1 (give back the KV cache and recurrent states) or "
                 "2 (the weights too)"
             )
-        self._order(Sleep(level=level))
+        return self._order(Sleep(level=level))
 
-    def wake(self) -> None:
-        """Take the memory again and go on; nothing where it is awake.
+    def wake(self) -> Pause:
+        """Take the memory again and go on; return how long that took. Nothing where it is awake.
 
         After level 2 the weights are read again, from the model or what `reload_weights` named
         last. Raises CheckpointError if they cannot be, and sleeps on; and WorkerLost.
         """
-        self._order(Wake())
+        return self._order(Wake())
 
-    def reload_weights(self, path: str) -> None:
+    def reload_weights(self, path: str) -> Pause:
         """Take the weights of another checkpoint of the same architecture and shapes, in place.
 
         `path` names it as a model is named. Tokens that were answered stay; what runs goes on
@@ -225,24 +225,24 @@ class LLM:
         these: no cached prefix, no KV and no state of the old ones is used. With the weights that
         are there already no answer changes. The old ones are freed before the new ones are read.
         A sleeping LLM sleeps on; after level 2 they are read when it wakes. Where `close` was
-        called, the next prompt starts with the model's own again.
+        called, the next prompt starts with the model's own again. Returns how long it took.
 
         Raises CheckpointError, in one line, for weights that are missing, damaged or of another
         model: then the old ones serve on, and no answer changes. Raises WorkerLost.
         """
-        self._order(reload_order(path, self._config.runtime.worker))
+        return self._order(reload_order(path, self._config.runtime.worker))
 
-    async def sleep_async(self, level: int = 1) -> None:
+    async def sleep_async(self, level: int = 1) -> Pause:
         """Like `sleep`; cancelling leaves the engine to do it."""
-        await asyncio.to_thread(self.sleep, level)
+        return await asyncio.to_thread(self.sleep, level)
 
-    async def wake_async(self) -> None:
+    async def wake_async(self) -> Pause:
         """Like `wake`; cancelling leaves the engine to do it."""
-        await asyncio.to_thread(self.wake)
+        return await asyncio.to_thread(self.wake)
 
-    async def reload_weights_async(self, path: str) -> None:
+    async def reload_weights_async(self, path: str) -> Pause:
         """Like `reload_weights`; cancelling leaves the engine to do it."""
-        await asyncio.to_thread(self.reload_weights, path)
+        return await asyncio.to_thread(self.reload_weights, path)
 
     def close(self) -> None:
         """Stop the ranks. Safe to call twice; the next prompt starts them again."""
@@ -287,10 +287,10 @@ class LLM:
     ) -> Sequence[Request]:
         option_spec("priority").check(priority)
         worker = self._config.runtime.worker
-        if params is not None:
-            check_sampling_params(params, worker.model)
-            check_text_params(params, self._tokenizer)
-        check_prompts(requests, worker)
+        params = SamplingParams() if params is None else params
+        check_sampling_params(params, worker.model)
+        check_text_params(params, self._tokenizer)
+        check_prompts(requests, worker, params.max_tokens)
         return [replace(request, priority=priority) for request in requests]
 
     def _news(
@@ -334,15 +334,16 @@ class LLM:
         finally:
             engine.drop(job)
 
-    def _order(self, wanted: Order) -> None:
+    def _order(self, wanted: Order) -> Pause:
         """Have the engine obey, and wait until it has."""
-        answers: queue.SimpleQueue[EngineAsleep | EngineAwake | Exception] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[EngineState | Exception] = queue.SimpleQueue()
         self._started().order(wanted, answers.put)
         answer = answers.get()
         if isinstance(answer, Exception):
             raise answer
         if answer.error:
             raise CheckpointError(answer.error)
+        return Pause.of(answer, self._config.start_timeout_s)
 
     def _started(self) -> EngineThread:
         with self._lock:

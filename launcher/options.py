@@ -47,6 +47,7 @@ LAUNCH_OPTIONS = (
     "no_graphs",
     "graph_buckets",
     "capture",
+    "random_padding",
     "log_level",
     "start_timeout_s",
     "stop_grace_s",

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from unisono.launcher.answering import Request, ids_request
 from unisono.launcher.options import option_spec
 from unisono.models.config import ConfigError
+from unisono.runtime.protocol import RequestRejected
+from unisono.workers.config import BLOCK_SIZE, WorkerConfig
 
 if TYPE_CHECKING:
     from unisono.launcher.ids_only import IdsOnly
@@ -106,6 +108,41 @@ def tokenize_prompts(
     return requests
 
 
+def check_prompts(requests: Sequence[Request], worker: WorkerConfig, max_tokens: int) -> None:
+    """Raise RequestRejected if a prompt is empty, leaves no room for an answer, has more tokens
+    with `max_tokens` of answer than a KV cache of the size that was asked for, or holds ids that
+    the model has no row for (given so, or by a tokenizer of another model)."""
+    for place, request in enumerate(requests, start=1):
+        name = f"prompt {place} of {len(requests)}" if len(requests) > 1 else "the prompt"
+        count = len(request.prompt_ids)
+        if count == 0:
+            raise RequestRejected(f"{name} is empty: it has no tokens")
+        if count + 1 > worker.max_model_len:
+            raise RequestRejected(
+                f"{name} has {count} tokens: with one token of answer that is more than the "
+                f"{worker.max_model_len} of {option_spec('max_model_len').flag}"
+            )
+        most = min(count + max_tokens, worker.max_model_len)
+        if (wanted := _held(most - 1)) > (held := _held(worker.kv_tokens)) > 0:
+            raise RequestRejected(
+                f"{name} has {count} tokens: with up to {most - count} of answer that is more than "
+                f"the {held} of {option_spec('kv_tokens').flag}; choose {wanted} or more, or a "
+                f"smaller {option_spec('max_tokens').flag}"
+            )
+        last = worker.model.vocab_size - 1
+        for token in (min(request.prompt_ids), max(request.prompt_ids)):
+            if not 0 <= token <= last:
+                why = "" if request.gives_ids else ", so the tokenizer is not this model's"
+                raise RequestRejected(
+                    f"{name} has token id {token}: the model's ids run from 0 to {last}{why}"
+                )
+
+
+def _held(num_tokens: int) -> int:
+    """The tokens of the KV blocks that hold so many."""
+    return -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE
+
+
 def _conversation(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
     messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
     if system is None:
@@ -139,7 +176,9 @@ def _read_bytes(name: str, stdin: TextIO | None) -> bytes:
     try:
         return Path(name).read_bytes()
     except OSError as error:
-        raise ConfigError(f"--prompts-file {name}: {error.strerror}") from None
+        raise ConfigError(
+            f"--prompts-file {name}: {error.strerror}; choose a text file, or - for stdin"
+        ) from None
 
 
 def _lines(content: bytes, title: str) -> Iterator[tuple[str, str]]:

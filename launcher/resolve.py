@@ -125,7 +125,7 @@ def resolve_config(
     worker = asked.runtime.worker
     tp = _resolve_tp(options, worker.tp, cluster)
     ModelPartition.of(model, tp)
-    _check_states(options, model)
+    check_states(options, model)
     _check_speculation(asked.runtime.worker.speculate, model)
     device = resolve_device(worker.device, host)
     check_device(device, host, tp if cluster is None else cluster.local_world_size)
@@ -251,6 +251,22 @@ def count_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     return min(visible, present)
 
 
+def check_states(options: Mapping[str, Any], model: ModelConfig) -> None:
+    """Raise ConfigError for options about recurrent states of a model without any, or too few."""
+    slots, requests = options.get("state_slots", 0), options.get("max_requests", 0)
+    for flag, value in (("--state-slots", slots), ("--state-dtype", options.get("state_dtype"))):
+        if value and not model.is_hybrid:
+            raise ConfigError(
+                f"{flag} {value}: is for models with a recurrent state, and {model.family} keeps a "
+                "KV cache alone; leave it out"
+            )
+    if slots and slots < requests:
+        raise ConfigError(
+            f"--state-slots {slots}: each of --max-requests {requests} needs a state; choose at "
+            "least as many, or 0 (automatic)"
+        )
+
+
 def _check_flash(numerics: str, dtype: str, model: ModelConfig) -> None:
     others = "--attn auto, triton or reference"
     windows = [window for layer in range(model.num_layers) if (window := model.window_of(layer))]
@@ -273,21 +289,6 @@ def _check_flash(numerics: str, dtype: str, model: ModelConfig) -> None:
         raise ConfigError(
             "--attn torch-flash: --numerics exact refuses it, since a token has other bits decoded "
             f"than in a prompt; choose {others}, or --numerics fast"
-        )
-
-
-def _check_states(options: Mapping[str, Any], model: ModelConfig) -> None:
-    slots, requests = options.get("state_slots", 0), options.get("max_requests", 0)
-    for flag, value in (("--state-slots", slots), ("--state-dtype", options.get("state_dtype"))):
-        if value and not model.is_hybrid:
-            raise ConfigError(
-                f"{flag} {value}: is for models with a recurrent state, and {model.family} keeps a "
-                "KV cache alone; leave it out"
-            )
-    if slots and slots < requests:
-        raise ConfigError(
-            f"--state-slots {slots}: each of --max-requests {requests} needs a state; choose at "
-            "least as many, or 0 (automatic)"
         )
 
 

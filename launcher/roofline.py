@@ -13,15 +13,26 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from unisono.models.config import ModelConfig
 from unisono.models.partition import ModelPartition
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-STATE_ITEM_BYTES = 4
-"""Of a recurrent state, which is kept in float32 unless --state-dtype says otherwise."""
 _EMBEDDING = "model.embed_tokens.weight"
 _EXPERTS = ".mlp.experts."
+
+
+class Items(NamedTuple):
+    """Bytes of one number: of weights, keys and values, and of a recurrent state."""
+
+    model: int
+    state: int
+
+    @classmethod
+    def of(cls, dtype: str, state_dtype: str) -> Items:
+        """Those of the dtypes by name, as `WorkerConfig` has them."""
+        return cls(ITEM_BYTES[dtype], ITEM_BYTES[state_dtype])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,34 +77,27 @@ def read_bytes(config: ModelConfig, sizes: Mapping[str, int]) -> int:
     return sum(sizes.values()) - unread
 
 
-def state_bytes(partition: ModelPartition, rank: int, item_bytes: int) -> int:
-    """Bytes of one request's recurrent state on `rank`, whatever its length."""
-    convolution, rule = partition.state_elements(rank)
-    each = convolution * item_bytes + rule * STATE_ITEM_BYTES
-    return each * sum(partition.config.delta_layers)
-
-
 def kv_bytes(partition: ModelPartition, rank: int, item_bytes: int, num_keys: float) -> float:
     """Bytes of keys and values that `rank` reads for a row that may see `num_keys` keys."""
     windows = _windows(partition.config)
     seen = sum(min(num_keys, window) if window else num_keys for window in windows)
-    return seen * _layer_bytes(partition, rank, item_bytes)
+    return seen * partition.kv_elements(rank) * item_bytes
 
 
 def step_bytes(
-    partition: ModelPartition, item_bytes: int, num_rows: int, num_keys: float
+    partition: ModelPartition, items: Items, num_rows: int, num_keys: float
 ) -> list[float]:
     """Bytes that each rank reads in a step of `num_rows` rows of `num_keys` keys each."""
     return [
-        weight_bytes(partition, rank, item_bytes)
-        + num_rows * kv_bytes(partition, rank, item_bytes, num_keys)
-        + num_rows * 2 * state_bytes(partition, rank, item_bytes)
+        weight_bytes(partition, rank, items.model)
+        + num_rows * kv_bytes(partition, rank, items.model, num_keys)
+        + num_rows * 2 * partition.state_bytes(rank, *items)
         for rank in range(partition.ranks)
     ]
 
 
 def answers_bytes(
-    partition: ModelPartition, item_bytes: int, lengths: Sequence[tuple[int, int]]
+    partition: ModelPartition, items: Items, lengths: Sequence[tuple[int, int]]
 ) -> list[float]:
     """Bytes that each rank reads at least to decode requests of (prompt, answer) tokens.
 
@@ -108,9 +112,9 @@ def answers_bytes(
         for window, count in windows.items()
     )
     return [
-        num_steps * weight_bytes(partition, rank, item_bytes)
-        + seen * _layer_bytes(partition, rank, item_bytes)
-        + num_tokens * 2 * state_bytes(partition, rank, item_bytes)
+        num_steps * weight_bytes(partition, rank, items.model)
+        + seen * partition.kv_elements(rank) * items.model
+        + num_tokens * 2 * partition.state_bytes(rank, *items)
         for rank in range(partition.ranks)
     ]
 
@@ -136,11 +140,6 @@ def _windows(config: ModelConfig) -> list[int]:
     """Of the layers with a KV cache."""
     layers = range(config.num_layers)
     return [config.window_of(layer) for layer in layers if not config.is_delta(layer)]
-
-
-def _layer_bytes(partition: ModelPartition, rank: int, item_bytes: int) -> int:
-    """Of one key and its value on `rank`."""
-    return 2 * partition.kv_heads.size(rank) * partition.config.head_dim * item_bytes
 
 
 def _keys_up_to(last: int, window: int) -> int:

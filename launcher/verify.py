@@ -27,14 +27,19 @@ from unisono.launcher.options import config_options, given
 from unisono.launcher.verify_bisect import Watch
 from unisono.launcher.verify_course import AskOracle, Course
 from unisono.launcher.verify_facts import fingerprint, read_facts
-from unisono.launcher.verify_options import Choices, check_page, read_choices, with_defaults
+from unisono.launcher.verify_options import (
+    Choices,
+    check_page,
+    longest_prompt,
+    read_choices,
+    with_defaults,
+)
 from unisono.launcher.verify_plan import Setting, matrix
 from unisono.launcher.verify_progress import Progress
-from unisono.launcher.verify_prompts import LENGTHS, id_prompts, text_prompts
+from unisono.launcher.verify_prompts import id_prompts, prompt_lengths, text_prompts
 from unisono.launcher.verify_report import Report, as_json, closing_line, finding_text, table_text
 from unisono.launcher.verify_run import Channel
 from unisono.launcher.verify_task import Task
-from unisono.models.config import ConfigError
 
 OPTIONS = (
     "device",
@@ -57,12 +62,14 @@ OPTIONS = (
 )
 @click.option(
     "--chunk",
-    default="none,64,256",
     metavar="N,N,...",
-    help="Most tokens of a step, at least 64, or none.  [default: none,64,256]",
+    help="Most tokens of a step, at least 64, or none.  [default: none,64,256, as far as prompts "
+    "of the model can be longer]",
 )
 @click.option("--prefix-cache", default="on,off", metavar="on,off", help="[default: on,off]")
-@click.option("--pre-empt", default="on,off", metavar="on,off", help="[default: on,off]")
+@click.option(
+    "--pre-empt", metavar="on,off", help="[default: on,off where there are two prompts, else off]"
+)
 @click.option(
     "--graphs", metavar="on,off", help="Replay CUDA graphs.  [default: on,off on a GPU, off else]"
 )
@@ -255,13 +262,9 @@ def _prepare(model: str, options: Mapping[str, Any], choices: Choices, console: 
 def _prompts(
     tokenizer: Any, choices: Choices, max_model_len: int, vocab_size: int
 ) -> list[tuple[int, ...]]:
-    # Room for the answer, and for one token more where it becomes a prompt.
-    longest = min(max(LENGTHS), max_model_len - choices.max_tokens - 1)
-    if longest < 1:
-        raise ConfigError(
-            f"--max-tokens {choices.max_tokens}: the model's limit is {max_model_len} tokens, "
-            f"prompt included; choose at most {max_model_len - 2}"
-        )
+    chunk = max(choices.values["chunk"])
+    longest = longest_prompt(choices.max_tokens, max_model_len)
+    lengths = prompt_lengths(choices.num_prompts, chunk, longest)
     if isinstance(tokenizer, IdsOnly):
-        return id_prompts(choices.num_prompts, vocab_size, longest)
-    return text_prompts(choices.num_prompts, tokenizer.encode, longest)
+        return id_prompts(lengths, vocab_size)
+    return text_prompts(lengths, tokenizer.encode)

@@ -12,6 +12,7 @@ from unisono.launcher.graph_options import why_no_graphs
 from unisono.launcher.options import option_spec
 from unisono.launcher.verify_compare import ORACLE
 from unisono.launcher.verify_plan import AXES
+from unisono.launcher.verify_prompts import whole_blocks
 from unisono.models.config import ConfigError
 from unisono.workers.config import BLOCK_SIZE, WorkerConfig
 
@@ -19,6 +20,8 @@ T = TypeVar("T")
 NUM_PROMPTS = 8
 LEAST_TOKENS = 16
 """Of an answer that can be interrupted three times: some come while an order is on its way."""
+CHUNKS = (0, 64, 256)
+"""What --chunk is unless the user says, as far as prompts can be longer; 0: whole prompts."""
 DRAFTS = "3"
 """What --speculate adds unless the user says, where the model has a layer that drafts."""
 
@@ -77,12 +80,28 @@ def read_choices(given: Mapping[str, Any]) -> Choices:
 
 def with_defaults(choices: Choices, worker: WorkerConfig) -> Choices:
     """The same once it is known what computes: graphs and drafts are tried where there are any,
-    and interruptions where answers are long enough.
+    interruptions where answers are long enough, chunks where prompts are, and pre-emption where
+    there are two.
 
     Raises ConfigError where one was asked for and cannot be.
     """
     why = why_no_graphs(worker, "choose off")
     values = dict(choices.values)
+    longest = longest_prompt(choices.max_tokens, worker.max_model_len)
+    if "chunk" in choices.unasked:
+        values["chunk"] = tuple(size for size in CHUNKS if whole_blocks(size) < longest)
+    if "pre_empt" in choices.unasked and choices.num_prompts > 1:
+        values["pre_empt"] = (False, True)
+    if choices.num_prompts == 1 and True in values["pre_empt"]:
+        raise ConfigError(
+            "--pre-empt on: equal prompts never take a place from each other, and there is one "
+            "alone; choose off, or more --prompts"
+        )
+    if (chunk := max(values["chunk"])) >= longest:
+        raise ConfigError(
+            f"--chunk {chunk}: no prompt is longer, since with --max-tokens {choices.max_tokens} "
+            f"the model's limit leaves {longest} tokens; choose none or less than {longest}"
+        )
     if "graphs" in choices.unasked and not why:
         values["graphs"] = (False, True)
     if "speculate" in choices.unasked and worker.model.num_mtp_layers:
@@ -98,6 +117,18 @@ def with_defaults(choices: Choices, worker: WorkerConfig) -> Choices:
     if why and True in values["graphs"]:
         raise ConfigError(f"--graphs on: {why}")
     return replace(choices, values=values)
+
+
+def longest_prompt(max_tokens: int, max_model_len: int) -> int:
+    """Most tokens of a prompt: it leaves room for the answer, and for a token more where that
+    becomes a prompt. Raises ConfigError where no prompt does."""
+    longest = max_model_len - max_tokens - 1
+    if longest < 1:
+        raise ConfigError(
+            f"--max-tokens {max_tokens}: the model's limit is {max_model_len} tokens, prompt "
+            f"included; choose at most {max_model_len - 2}"
+        )
+    return longest
 
 
 def check_page(path: Path) -> None:

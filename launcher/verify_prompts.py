@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from unisono.workers.config import BLOCK_SIZE
+
 LENGTHS = (1, 70, 63, 64, 62, 66, 200, 130, 33, 128, 129, 17, 65, 192, 5, 300)
-"""Tokens of a prompt, in turn. Of the first three, all that a quick check has, one is longer than a
-chunk, one grows over a border, and one has room beside it until then: where memory is short it is
-pre-empted."""
+"""Tokens of a prompt, in turn. Of the first three, all that a quick check has, one (`LONG`) is made
+longer than the largest chunk, one grows over a border, and one has room beside it until then: where
+memory is short it is pre-empted."""
+LONG = 1
 TEXTS = (
     "The sea was calm that morning, and the old lighthouse keeper counted the boats as they left "
     "the harbour. There were nine of them, as every day, and he wrote the number into a book that "
@@ -24,12 +27,29 @@ TEXTS = (
 )
 
 
-def id_prompts(count: int, vocab_size: int, longest: int) -> list[tuple[int, ...]]:
+def prompt_lengths(count: int, chunk: int, longest: int) -> list[int]:
+    """Tokens of each of `count` prompts; one of the first two is cut by a step of `chunk` tokens.
+
+    None has more than `longest`, which is more than `chunk`.
+    """
+    lengths = [*LENGTHS]
+    long = LENGTHS[LONG]
+    # At a border, so that it wants another block at once, which the one before it may have.
+    lengths[min(LONG, count - 1)] = long if chunk < long else whole_blocks(chunk + 1)
+    return [min(lengths[number % len(lengths)], longest) for number in range(count)]
+
+
+def whole_blocks(num_tokens: int) -> int:
+    """The tokens of the blocks that so many tokens take."""
+    return -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE
+
+
+def id_prompts(lengths: Sequence[int], vocab_size: int) -> list[tuple[int, ...]]:
     """Random ids, the same every time; every second prompt begins like the others of its kind."""
+    longest = max(lengths)
     stems = [_random_ids(number, vocab_size, longest) for number in range(2)]
     prompts = []
-    for number in range(count):
-        length = _length(number, longest)
+    for number, length in enumerate(lengths):
         own = _random_ids(100 + number, vocab_size, longest)
         # The first block is shared, what follows is not.
         prompts.append((stems[number % 2][:64] + own[64:])[:length])
@@ -37,18 +57,14 @@ def id_prompts(count: int, vocab_size: int, longest: int) -> list[tuple[int, ...
 
 
 def text_prompts(
-    count: int, encode: Callable[[str], Sequence[int]], longest: int
+    lengths: Sequence[int], encode: Callable[[str], Sequence[int]]
 ) -> list[tuple[int, ...]]:
     """Real text, cut at many lengths; what comes from one text begins alike."""
-    texts = []
+    texts, longest = [], max(lengths)
     for text in TEXTS:
         ids = list(encode(text))
         texts.append(tuple((ids * (longest // len(ids) + 1))[:longest]))
-    return [texts[number % len(texts)][: _length(number, longest)] for number in range(count)]
-
-
-def _length(number: int, longest: int) -> int:
-    return min(LENGTHS[number % len(LENGTHS)], longest)
+    return [texts[number % len(texts)][:length] for number, length in enumerate(lengths)]
 
 
 def _random_ids(seed: int, vocab_size: int, count: int) -> tuple[int, ...]:

@@ -12,9 +12,8 @@ from unisono.launcher.verify_plan import Reach, Setting, interruptions, limits
 from unisono.launcher.verify_task import Task
 from unisono.runtime.protocol import (
     Delta,
-    EngineAsleep,
-    EngineAwake,
     EngineError,
+    EngineState,
     Finished,
     Order,
     Rejected,
@@ -38,7 +37,7 @@ class Channel(Protocol):
     """What is needed of an engine."""
 
     @property
-    def states(self) -> deque[EngineAsleep | EngineAwake]: ...
+    def states(self) -> deque[EngineState]: ...
 
     def submit(
         self,

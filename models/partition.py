@@ -142,13 +142,24 @@ class ModelPartition:
         """Layers with a KV cache; the MTP layer is the last."""
         return self.config.num_kv_layers + self.drafts
 
-    def state_elements(self, rank: int) -> tuple[int, int]:
-        """Numbers of one request's state in one delta net: of its convolution, of its rule."""
+    def kv_elements(self, rank: int) -> int:
+        """Numbers of one token's key and value in one layer with a KV cache."""
+        return 2 * self.kv_heads.size(rank) * self.config.head_dim
+
+    def state_bytes(self, rank: int, item: int, state_item: int, num_drafts: int = 0) -> int:
+        """Bytes of one request's recurrent state on `rank`, all gated delta nets; 0 without any.
+
+        A number of the model's dtype takes `item` bytes: so inputs of the convolution are kept, and
+        what a step with `num_drafts` may take back of them, of which the rest is fp32.
+        """
         delta = self.config.delta
         if delta is None:
-            return 0, 0
+            return 0
+        inputs, *rest = map(math.prod, self.pending_shapes(rank, num_drafts) or ((0,),))
+        inputs += self.conv_channels(rank) * (delta.conv_width - 1)
         state = self.value_heads.size(rank) * delta.value_head_dim * delta.key_head_dim
-        return self.conv_channels(rank) * (delta.conv_width - 1), state
+        each = inputs * item + state * state_item + 4 * sum(rest)
+        return sum(self.config.delta_layers) * each
 
     def pending_shapes(self, rank: int, num_drafts: int) -> tuple[tuple[int, ...], ...]:
         """What one request keeps in one delta net of a step with up to `num_drafts` drafts: its
@@ -160,11 +171,6 @@ class ModelPartition:
         keys, values = self.key_heads.size(rank), self.value_heads.size(rank)
         heads = (keys, delta.key_head_dim), (values, delta.value_head_dim), (values,)
         return (tokens, self.conv_channels(rank)), *((tokens, *head) for head in heads)
-
-    def pending_elements(self, rank: int, num_drafts: int) -> tuple[int, int]:
-        """Numbers of `pending_shapes`: those of the model's dtype, those of fp32."""
-        inputs, *rest = map(math.prod, self.pending_shapes(rank, num_drafts) or ((0,),))
-        return inputs, sum(rest)
 
     def conv_channels(self, rank: int) -> int:
         """Channels of the convolution before a delta net, on `rank`."""

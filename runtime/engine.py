@@ -13,8 +13,7 @@ from unisono.runtime.protocol import (
     Abort,
     Crashed,
     Delta,
-    EngineAsleep,
-    EngineAwake,
+    EngineState,
     Finished,
     Order,
     Rejected,
@@ -123,10 +122,12 @@ class Engine:
 
     def _obey(self, client: str, order: Order) -> None:
         """Sleep, wake or take other weights, once the results in flight are in."""
+        began = time.monotonic()
         while self._in_flight:
             self._take_result()
         self._tell()
         error: WorkerLost | None = None
+        spent = self._workers.spent_s = {"steps in flight": time.monotonic() - began}
         match order:
             case Sleep(level=level) if level > self._sleep_level:
                 self._workers.release(weights=level > 1)
@@ -137,8 +138,9 @@ class Engine:
             case Reload(path=path, load_format=load_format):
                 error = self._reload(LoadWeights(path=path, load_format=load_format))
         said, level = "" if error is None else str(error), self._sleep_level
-        answer = EngineAsleep(level=level, error=said) if level else EngineAwake(error=said)
-        self._hub.send(client, answer)
+        spent["the rest"] = time.monotonic() - began - sum(spent.values())
+        took = tuple(spent.items())
+        self._hub.send(client, EngineState(level=level, error=said, took=took))
 
     def _wake(self) -> WorkerLost | None:
         """Take what was given back; why it sleeps on, if weights cannot be loaded."""

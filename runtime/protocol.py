@@ -181,7 +181,7 @@ class Reload:
 
 
 Order = Sleep | Wake | Reload
-"""Each is answered by one `EngineAsleep` or `EngineAwake`, in order."""
+"""Each is answered by one `EngineState`, in order."""
 CLIENT_MESSAGES = (Submit, Abort, Stop, Crashed, Rerun, Reschedule, WatchSteps, Sleep, Wake, Reload)
 
 
@@ -317,21 +317,16 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineAsleep:
-    """Answer to an `Order`: the engine sleeps now. `error`: as in `EngineAwake`."""
+class EngineState:
+    """Answer to an `Order`: the engine sleeps at `level` now, or serves where that is 0.
 
-    level: int
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineAwake:
-    """Answer to an `Order`: the engine serves now.
-
-    `error`: why weights could not be loaded, with the rank; all is as it was before.
+    `error`: why weights could not be loaded, with the rank; all is as it was before. `took`: the
+    seconds in which nobody was served for it, by what they went into.
     """
 
+    level: int = 0
     error: str = ""
+    took: tuple[tuple[str, float], ...] = field(default=(), compare=False)
 
 
 ENGINE_EVENTS = (
@@ -346,6 +341,5 @@ ENGINE_EVENTS = (
     Replayed,
     StepsSeen,
     Reschedule,
-    EngineAsleep,
-    EngineAwake,
+    EngineState,
 )

@@ -70,6 +70,8 @@ class WorkerGroup:
         """What the ranks were last told to take."""
         self.weights = LoadWeights(path="")
         """Where they have their weights from, or will have them when they wake."""
+        self.spent_s: dict[str, float] = {}
+        """Seconds in which all ranks obeyed, by what, since somebody emptied it."""
         self._last_sent = -1
         self._results: dict[int, dict[int, StepResult]] = {}
 
@@ -96,11 +98,11 @@ class WorkerGroup:
     def allocate(self, num_blocks: int, num_states: int = 0) -> None:
         """Have every rank take memory for KV and states, and wait until it has."""
         self.allocated = Allocate(num_blocks=num_blocks, num_states=num_states)
-        self._await_ready(self.allocated)
+        self._await_ready(self.allocated, "taking memory")
 
     def release(self, *, weights: bool) -> None:
         """Have every rank give the memory of KV and states back, and that of weights if so."""
-        self._await_ready(Release(weights=weights))
+        self._await_ready(Release(weights=weights), "giving memory back")
 
     def load(self, wanted: LoadWeights) -> WorkerLost | None:
         """Have every rank take other weights. Returns what one says that could not.
@@ -109,7 +111,7 @@ class WorkerGroup:
         """
         # Recorded steps cannot be run again with other weights.
         self.recorder = FlightRecorder()
-        errors = self._await_ready(wanted)
+        errors = self._await_ready(wanted, "loading weights")
         for rank, error in sorted(errors.items()):
             if error:
                 return WorkerLost(f"rank {rank}: {error}", rank=rank, phase="load weights")
@@ -175,8 +177,9 @@ class WorkerGroup:
         """Have every rank end."""
         self._send(Shutdown())
 
-    def _await_ready(self, order: Allocate | Release | LoadWeights) -> dict[int, str]:
+    def _await_ready(self, order: Allocate | Release | LoadWeights, what: str) -> dict[int, str]:
         """Wait until every rank has obeyed; what went wrong on each."""
+        began = time.monotonic()
         self._send(order)
         answers: dict[int, str] = {}
         while len(answers) < self._num_ranks:
@@ -186,8 +189,8 @@ class WorkerGroup:
                 case Progress() as news:
                     self.on_progress(news)
                 case other:
-                    told = type(order).__name__
-                    raise ProtocolError(f"{type(other).__name__} from a rank told to {told}")
+                    raise ProtocolError(f"{type(other).__name__} from a rank {what}")
+        self.spent_s[what] = self.spent_s.get(what, 0.0) + time.monotonic() - began
         return answers
 
     def _send(

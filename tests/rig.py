@@ -153,9 +153,11 @@ class LocalEngine:
         num_drafts: int = 0,
         policy_of: Callable[[], DraftPolicy | None] = lambda: None,
         state_dtype: str = "float32",
+        random_padding: bool = False,
     ) -> None:
         self._attn, self.ops_of, self.tracer_of = attn, ops_of, tracer_of
         self.config = model if isinstance(model, ModelConfig) else read_model_config(model)
+        self._padding_ids = self.config.vocab_size * random_padding
         self._load_format = "random" if isinstance(model, ModelConfig) else "auto"
         self._overlay = parse_overlay(overlay, self.config)
         self.partition = ModelPartition.of(self.config, tp, drafts=num_drafts > 0)
@@ -358,7 +360,7 @@ class LocalEngine:
         decode = None
         if self._graphs:
             sizes = (self._scheduling["max_requests"], self.config.hidden_size, self._dtype)
-            buffers = StepBuffers(*sizes, device, self._num_drafts)
+            buffers = StepBuffers(*sizes, device, self._num_drafts, self._padding_ids)
             owned = (model, cache, slots, sampler, pool, buffers, self.graph_buckets)
             where = (shape, windows, states)
             decode = (

@@ -32,6 +32,13 @@ def test_the_readme_begins_with_the_two_commands():
     assert before.count(".") == 1, "one sentence stands before the commands"
 
 
+def test_the_readmes_table_of_verify_fits_100_columns():
+    text = (ROOT / "README.md").read_text()
+    _, _, table = text.partition("$ unisono verify demo")[2].partition("```")[0].partition("\n")
+    assert "equal" in table
+    assert max(map(len, table.splitlines())) <= 100
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_quoted_names_exist(document):
     assert [name for name in _quoted(document) if not _exists(name)] == []

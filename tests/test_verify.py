@@ -21,7 +21,7 @@ from unisono.launcher.verify_bisect import bisect
 from unisono.launcher.verify_compare import Verdict
 from unisono.launcher.verify_course import Course
 from unisono.launcher.verify_plan import Setting, matrix
-from unisono.launcher.verify_prompts import id_prompts
+from unisono.launcher.verify_prompts import id_prompts, prompt_lengths
 from unisono.launcher.verify_report import table_text
 from unisono.launcher.verify_task import Task
 from unisono.models.config_reader import read_model_config
@@ -57,7 +57,7 @@ def task(path: Path, settings: list[Setting], num_prompts: int = 4, max_tokens: 
     longest = 120 - max_tokens
     return Task(
         settings=settings,
-        prompts=id_prompts(num_prompts, model.vocab_size, longest),
+        prompts=id_prompts(prompt_lengths(num_prompts, 64, longest), model.vocab_size),
         max_tokens=max_tokens,
         model=model,
         again=Reload(path=str(path), load_format="auto"),

@@ -20,8 +20,7 @@ from unisono.ops.table import Ops
 from unisono.runtime.logprobs import take_prompt_logprobs
 from unisono.runtime.protocol import (
     Delta,
-    EngineAsleep,
-    EngineAwake,
+    EngineState,
     Finished,
     Order,
     Rejected,
@@ -47,7 +46,7 @@ class RigChannel:
 
     def __init__(self, engine: LocalEngine, reloaded: Path | None = None) -> None:
         self._engine, self._reloaded = engine, reloaded
-        self.states: deque[EngineAsleep | EngineAwake] = deque()
+        self.states: deque[EngineState] = deque()
         self._scheduler = Scheduler(eos_token_ids=(), **engine._scheduling)
         self._num_requests = 0
 
@@ -81,13 +80,13 @@ class RigChannel:
         match wanted:
             case Sleep(level=level):
                 self._engine.sleep()
-                self.states.append(EngineAsleep(level=level))
+                self.states.append(EngineState(level=level))
                 return
             case Wake():
                 self._engine.wake()
             case Reload():
                 self._engine.reload(self._reloaded)
-        self.states.append(EngineAwake())
+        self.states.append(EngineState())
 
     def poll(self, timeout_s: float) -> list[Delta | Tokens | Finished | Rejected]:
         if self.states:

@@ -98,6 +98,9 @@ class WorkerConfig:
     capture: str = "lazy"
     """When graphs are captured. lazy: where their size is wanted the second time. start: before the
     first request, for all --graph-buckets and up to 1,024 tokens, which takes seconds."""
+    random_padding: bool = False
+    """On a GPU: rows that fill a step up to a graph's size compute random tokens, so that they do
+    not all want the same experts. The answers are the same."""
     num_token_ids: int = 0
     """Ids the tokenizer knows; later ones are never chosen. 0: the whole vocabulary."""
     trace_dir: str = ""

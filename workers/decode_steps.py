@@ -99,6 +99,7 @@ class DecodeSteps:
                 records,
             )
         delta = None if self._states is None else self._delta(height)
+        token_ids = buffers.padded(token_ids, height)
         batch = ForwardBatch(token_ids, positions, slot_mapping, plans, delta)
         caches = caches_of(self._model.config, self._cache, self._states)
         buffers.hidden[:height].copy_(self._model.forward(batch, caches))

@@ -199,7 +199,8 @@ class DraftSteps:
             plans[window] = self._attention.plan_records(
                 *(self._shape, places.attention, self._slots.block_table, splits, window, width)
             )
-        batch = ForwardBatch(places.token_ids, places.positions, places.slot_mapping, plans)
+        token_ids = self._buffers.padded(places.token_ids, len(places.token_ids) // width)
+        batch = ForwardBatch(token_ids, places.positions, places.slot_mapping, plans)
         return places, batch
 
     def _recipe(self, slots: Tensor, positions: Tensor) -> Recipe:

@@ -24,27 +24,8 @@ class OutOfMemory(RuntimeError):
 
 def block_bytes(partition: ModelPartition, rank: int, dtype: torch.dtype) -> int:
     """Bytes of one KV block on `rank`, all layers with attention, keys and values."""
-    config = partition.config
-    per_token = 2 * partition.num_kv_layers * partition.kv_heads.size(rank) * config.head_dim
+    per_token = partition.num_kv_layers * partition.kv_elements(rank)
     return per_token * BLOCK_SIZE * dtype.itemsize
-
-
-def state_bytes(
-    partition: ModelPartition,
-    rank: int,
-    dtype: torch.dtype,
-    state_dtype: torch.dtype,
-    num_drafts: int = 0,
-) -> int:
-    """Bytes of one request's recurrent state on `rank`, all gated delta nets; 0 without any.
-
-    The inputs of the convolution are kept in the model's `dtype`, and what a step with
-    `num_drafts` may take back beside them, of which the rest is fp32.
-    """
-    convolution, rule = partition.state_elements(rank)
-    inputs, rest = partition.pending_elements(rank, num_drafts)
-    each = (convolution + inputs) * dtype.itemsize + rule * state_dtype.itemsize + 4 * rest
-    return sum(partition.config.delta_layers) * each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,8 @@ class StepBuffers:
 
     slots [2 * max_rows] (those of the rows, then what `drafts` shows), token_ids, positions,
     slot_mapping [max_rows] int64 and hidden [max_rows * (1 + num_drafts), width] are on the device.
-    Padding rows belong to slot 0, whose block is scratch.
+    Padding rows belong to slot 0, whose block is scratch. With `padding_ids` they compute random
+    tokens below it, the same on every rank, and not all of them what slot 0 holds.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class StepBuffers:
         dtype: torch.dtype,
         device: torch.device,
         num_drafts: int = 0,
+        padding_ids: int = 0,
     ) -> None:
         def numbers(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int64, device=device)
@@ -34,6 +36,10 @@ class StepBuffers:
         self.slots, self.token_ids = numbers(2 * max_rows), numbers(max_rows)
         self.positions, self.slot_mapping = numbers(max_rows), numbers(max_rows)
         self.hidden = torch.zeros(max_rows * (1 + num_drafts), width, dtype=dtype, device=device)
+        self._padding: Tensor | None = None
+        if padding_ids:
+            seeded, count = torch.Generator().manual_seed(0), max_rows * (1 + num_drafts)
+            self._padding = torch.randint(padding_ids, (count,), generator=seeded).to(device)
         self._held: list[int] = []
 
     def drafts(self, height: int) -> Tensor:
@@ -51,3 +57,10 @@ class StepBuffers:
             return
         self.slots[: len(wanted)] = upload_all(self.slots.device, wanted)[0]
         self._held = wanted
+
+    def padded(self, token_ids: Tensor, height: int) -> Tensor:
+        """`token_ids` of as many places of each of the rows [0, height), and what padding has."""
+        if self._padding is None:
+            return token_ids
+        is_padding = (self.slots[:height, None] == 0).expand(height, len(token_ids) // height)
+        return torch.where(is_padding.flatten(), self._padding[: len(token_ids)], token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from array import array
@@ -36,7 +37,6 @@ from unisono.workers.memory import (
     free_bytes,
     host_budget,
     offer,
-    state_bytes,
 )
 from unisono.workers.model_runner import LateOutput, ModelRunner, StepOutput
 from unisono.workers.orders import WorkerOrders
@@ -98,7 +98,8 @@ class Worker:
             orders.config.model, orders.config.tp, drafts=self._num_drafts > 0
         )
         self._part = part = (self._partition, self._rank, self._dtype)
-        self._state_bytes = state_bytes(*part, state_dtype, self._num_drafts)
+        sizes = (self._dtype.itemsize, state_dtype.itemsize, self._num_drafts)
+        self._state_bytes = self._partition.state_bytes(self._rank, *sizes)
         self._cache = KVCache(*part, self._device)
         self._states = (
             StatePool(*part, state_dtype, self._device, self._num_drafts)
@@ -172,7 +173,10 @@ class Worker:
                 case StepPlan() as plan:
                     self._launch(plan)
                 case Allocate() | Release() | LoadWeights() as order:
+                    gc.unfreeze()
                     self._peer.send(Ready(rank=self._rank, error=self._change_memory(order)))
+                    gc.collect()
+                    gc.freeze()  # amid steps the collector would take 0.1 s to look at all of it
                     self._report.note("step")
                 case WatchSteps() as wanted:
                     self._watch = StepWatch(
@@ -278,8 +282,9 @@ class Worker:
         self._graphs = self.make_pool(self._device, self._group, owners_there, off)
         decode = None
         if self._device.type == "cuda" and is_ours:
-            width, rows = config.model.hidden_size, config.max_requests
-            buffers = StepBuffers(rows, width, self._dtype, self._device, num_drafts)
+            rows, ids = config.max_requests, config.model.vocab_size * config.random_padding
+            sizes = (rows, config.model.hidden_size, self._dtype, self._device, num_drafts, ids)
+            buffers = StepBuffers(*sizes)
             owned = (self._cache, slots, sampler, self._graphs, buffers, config.graph_buckets)
             where = (shape, windows, self._states)
             decode = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from tests.tiny import random_ids, write_checkpoint
 from tests.tiny_tokenizers import byte_level_tokenizer
 from unisono import LLM, SamplingParams
 from unisono.launcher.answering import Answer
+from unisono.launcher.pause import Pause
 from unisono.models.config import ConfigError
 from unisono.models.headers import CheckpointError
 from unisono.runtime.protocol import WorkerLost
@@ -30,8 +31,9 @@ SEEDED = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, top
 PROMPTS = [random_ids(length, seed=length) for length in (3, 70, 80)]
 OPTIONS = {"max_requests": 2, "max_step_tokens": 64, "max_model_len": 128}
 SLOW = """def planted(original, self, plan):
-    import time
+    import gc, time
     time.sleep(0.01)
+    assert len(gc.get_objects()) < 5000 < gc.get_freeze_count(), "garbage collection takes long"
     return original(self, plan)"""
 NOTHING_IN_IT = """def planted(original, self, count):
     original(self, count)
@@ -154,13 +156,13 @@ def test_answers_are_those_of_an_undisturbed_run(served: Served, levels: Sequenc
     with served.asked() as got:
         for _ in range(2):
             for level in levels:
-                served.llm.sleep(level)
+                check_pause(served.llm.sleep, level)
             late: list[Answer] = []
             waiting = threading.Thread(target=ask_late, args=(late,))
             waiting.start()
             waiting.join(0.2)
             assert waiting.is_alive(), "answered asleep"
-            served.llm.wake()
+            check_pause(served.llm.wake)
             waiting.join()
             digests_of_late.append(late[0].digest)
             assert not got, "all was answered before: nothing was disturbed"
@@ -339,6 +341,15 @@ def test_the_memory_goes_back_to_the_host() -> None:
         [got] = llm.generate(["The sea is"], SamplingParams(max_tokens=4))
     assert before - asleep > 400
     assert got.digest == want.digest
+
+
+def check_pause(order: Callable[..., Pause], *arguments: int) -> None:
+    """B36: what is told of a pause is no more than the caller waited, and most of it."""
+    began = monotonic()
+    pause = order(*arguments)
+    waited = monotonic() - began
+    assert all(seconds >= 0 for seconds in pause.parts.values())
+    assert waited - 1 < pause.seconds <= waited < pause.limit_s
 
 
 def is_hybrid(served: Served) -> bool:

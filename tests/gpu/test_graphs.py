@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.closeness import assert_same_bits
-from tests.rig import LocalEngine, Rank
+from tests.rig import LocalEngine
+from tests.scratch import live_bytes, poison_scratch
 from tests.tiny import random_ids, write_checkpoint
+from unisono.models.interface import Caches, ForwardBatch
 from unisono.ops.by_reference import NEED_THE_HOST, REFERENCES, with_references
 from unisono.ops.comm import solo_group
 from unisono.ops.table import Ops
@@ -109,6 +113,94 @@ def test_a_new_generation_is_captured_again_and_live_blocks_keep_their_bytes(mod
     after = (x for layer in rank.cache.layers for x in (layer.k, layer.v))
     for mine, theirs in zip(after, before, strict=True):
         assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_drafts"), [("llama-untied-1003", 0), ("qwen3.5-moe", 0), ("qwen3.5", 3)]
+)
+@torch.inference_mode()
+def test_captured_anew_amid_answers_what_is_live_keeps_its_bytes(
+    name: str, num_drafts: int, tmp_path: Path
+) -> None:
+    """Around every capture, of steps with live requests; and before every step scratch is NaN."""
+    write_checkpoint(name, tmp_path, mtp=num_drafts > 0)
+    prompts = prompts_for(tmp_path, 5)
+    options = {"dtype": "bfloat16", "device": GPU, "num_drafts": num_drafts, "max_requests": 6}
+    want = LocalEngine(tmp_path, **options).generate(prompts, 40)
+    engine = LocalEngine(tmp_path, graphs=True, **options)
+    [rank] = engine.ranks
+    capture, num_checked = rank.pool._capture, 0
+
+    def checked(*piece: Any) -> Any:
+        nonlocal num_checked
+        torch.cuda.synchronize()
+        before = live_bytes(rank)
+        captured = capture(*piece)
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, live_bytes(rank), before)), f"capture of {piece[0]}"
+        num_checked += 1
+        return captured
+
+    rank.pool._capture = checked  # type: ignore[method-assign]
+    owners: list[Any] = [rank.cache, rank.runner._slots]
+    owners += [] if rank.states is None else [rank.states]
+
+    def disturb(step: int) -> None:
+        poison_scratch(rank)
+        if step % 7 == 6:
+            owners[step // 7 % len(owners)].generation += 1
+
+    got = engine.generate(prompts, 40, before_step=disturb)
+    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
+    assert num_checked == rank.pool.num_captures > 8
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
+def test_answers_are_those_of_requests_alone_in_batches_of_up_to_256(
+    name: str, tmp_path: Path
+) -> None:
+    """Four more every third step: graphs of every size, exact and padded."""
+    write_checkpoint(name, tmp_path)
+    prompts = [random_ids(1 + 7 * i % 40, 199, seed=i) for i in range(256)]
+    sizes = {"dtype": "bfloat16", "device": GPU, "max_model_len": 256}
+    engine = LocalEngine(tmp_path, graphs=True, max_requests=256, num_blocks=1024, **sizes)
+    arrivals = [3 * (i // 4) for i in range(256)]
+    got = engine.generate(prompts, 200, arrivals)
+    [rank] = engine.ranks
+    heights = {key[0] for piece, key in rank.pool._graphs if piece == "tail"}
+    assert heights == {*engine.graph_buckets} - {1, 2}
+    assert rank.pool.num_replays > 400
+    alone = LocalEngine(tmp_path, graphs=True, max_requests=1, **sizes)
+    for i in (0, 3, 100, 201, 255):
+        [want] = alone.generate([prompts[i]], 200)
+        assert got[i].token_ids == want.token_ids, f"prompt {i}"
+    eager = LocalEngine(tmp_path, max_requests=256, num_blocks=1024, **sizes)
+    for mine, theirs in zip(got, eager.generate(prompts, 200, arrivals), strict=True):
+        assert mine.token_ids == theirs.token_ids
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3.5-moe"])
+def test_random_padding_changes_no_answer(name: str, tmp_path: Path) -> None:
+    write_checkpoint(name, tmp_path)
+    prompts = prompts_for(tmp_path, 5)
+    options = {"dtype": "bfloat16", "device": GPU, "graphs": True, "graph_buckets": (11,)}
+    want = LocalEngine(tmp_path, max_requests=11, **options).generate(prompts, 30)
+    engine = LocalEngine(tmp_path, max_requests=11, random_padding=True, **options)
+    seen = Counter[int]()
+    forward = engine.ranks[0].model.forward
+
+    def watched(batch: ForwardBatch, caches: Caches) -> torch.Tensor:
+        if not torch.cuda.is_current_stream_capturing():
+            seen.update(batch.token_ids.tolist())
+        return forward(batch, caches)
+
+    engine.ranks[0].model.forward = watched  # type: ignore[method-assign]
+    got = engine.generate(prompts, 30)
+    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
+    assert engine.ranks[0].pool.num_replays > 20
+    asked = {token for prompt in prompts for token in prompt}
+    answered = {token for answer in got for token in answer.token_ids}
+    assert len({*seen} - asked - answered) >= 3, "ids that nobody but padding has"
 
 
 def test_switched_off_nothing_is_captured(model: Path) -> None:
@@ -257,12 +349,3 @@ def test_other_weights_answer_as_a_fresh_engine_with_them(model: Path, tmp_path:
         assert [answers(engine) for _ in range(2)] == [expected] * 2
     tails = {key[0] for piece, key in engine.ranks[0].pool._graphs if piece == "tail"}
     assert tails == {1, 2, 4}
-
-
-def live_bytes(rank: Rank) -> list[torch.Tensor]:
-    """What belongs to somebody: all but slot 0, block 0 and state 0."""
-    table = rank.runner._slots
-    live = [part[1:] for layer in rank.cache.layers for part in (layer.k, layer.v)]
-    live += [table.token_ids[1:], table.block_table[1:], table.lengths[1:], table.states[1:]]
-    live += [] if rank.states is None else [tensor[:, 1:] for tensor in rank.states._tensors]
-    return [tensor.contiguous().view(torch.uint8).clone() for tensor in live]

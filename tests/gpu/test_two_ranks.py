@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,26 @@ def test_graphs_of_the_start_meet_on_both_ranks() -> None:
             assert {reason for reason, _ in answers[-1].eager} == {"prompt tokens"}
             llm.sleep()
             llm.wake()
+
+
+def test_ranks_agree_over_ten_thousand_steps(tmp_path: Path) -> None:
+    """The engine compares their rolling hashes, tokens and logits' sums after every step; requests
+    come and go meanwhile, and prompts run eagerly between replays."""
+    write_checkpoint("long", tmp_path)
+    options = {"device": "cuda", "tp": 2, "dtype": "bfloat16", "max_requests": 4}
+    options |= {"load_format": "random", "max_model_len": 12_000}
+    long = SamplingParams(max_tokens=10_000, ignore_eos=True)
+    prompts = [random_ids(1 + 37 * i % 150, 300, seed=i) for i in range(40)]
+    with LLM(str(tmp_path), **options) as llm:
+        with llm.stream(PROMPTS[0], long) as stream:
+            next(stream)
+            for prompt in prompts:
+                assert len(llm.generate([prompt] * 2, GREEDY)[0].token_ids) == 24
+            for _ in stream:
+                pass
+        assert stream.answer is not None
+        assert len(stream.answer.token_ids) == 10_000
+        assert stream.answer.num_replays > 15_000
 
 
 def ranks_below() -> dict[int, Any]:

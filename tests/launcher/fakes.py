@@ -17,9 +17,8 @@ from unisono.models.config_reader import read_model_config
 from unisono.models.partition import ModelPartition
 from unisono.runtime.protocol import (
     Delta,
-    EngineAsleep,
-    EngineAwake,
     EngineReady,
+    EngineState,
     Finished,
     Order,
     Rejected,
@@ -145,6 +144,10 @@ def _bits(value: float) -> array[int]:
     return array("i", array("f", [value]).tobytes())
 
 
+TOOK = (("steps in flight", 0.25), ("giving memory back", 1.5), ("the rest", 0.001))
+"""What a `FakeEngine` says that it took to obey."""
+
+
 class FakeEngine:
     """Answers a prompt with its own bytes in capitals, one token an event, requests in turn.
 
@@ -164,7 +167,7 @@ class FakeEngine:
         self._queues: dict[int, deque[Event]] = {}
         self._next_id = 100
         self.ordered: list[Order] = []
-        self.states: deque[EngineAsleep | EngineAwake] = deque()
+        self.states: deque[EngineState] = deque()
         self._level = 0
         self.made.append(self)
 
@@ -212,7 +215,7 @@ class FakeEngine:
                     raise WorkerLost("rank 1 died in phase 'reload weights'")
                 error = "rank 1: torn" if path.endswith("torn") else ""
         level = self._level
-        state = EngineAsleep(level=level, error=error) if level else EngineAwake(error=error)
+        state = EngineState(level=level, error=error, took=TOOK)
         self.states.append(state)
 
     def poll(self, timeout_s: float) -> list[Event]:

@@ -15,7 +15,7 @@ from tests.launcher.fakes import CONFIG, write_checkpoint
 from tests.runtime.fakes import request
 from tests.workers.test_timings import DEVICE, WATCHED
 from unisono.launcher import bench_engine, bench_step, cli, resolve
-from unisono.launcher.bench_engine import are_same, partition_of
+from unisono.launcher.bench_engine import are_same, describe, partition_of
 from unisono.launcher.bench_report import WIDTH
 from unisono.launcher.bench_step import (
     SKIPPED,
@@ -28,7 +28,7 @@ from unisono.launcher.bench_step import (
 )
 from unisono.launcher.bench_step_report import BatchTimes, closing_line, details_of, row_of, titles
 from unisono.launcher.resolve import HostFacts
-from unisono.launcher.roofline import step_bytes
+from unisono.launcher.roofline import Items, step_bytes
 from unisono.runtime.protocol import Delta, Tokens, WorkerLost
 from unisono.runtime.scheduler import Scheduler
 from unisono.workers.protocol import Phase, int32s
@@ -202,6 +202,8 @@ def test_requests_are_the_same_in_any_company():
 class FakeRanks:
     """An engine of two ranks on GPUs: a token for each request at every poll, and what was seen."""
 
+    ranks = (1, 0)
+
     def __init__(self) -> None:
         self.watched, self.seen, self.aborted = [], [], []
         self.left = {}
@@ -224,7 +226,7 @@ class FakeRanks:
             device = DEVICE if wanted.traced else None
             self.seen += [
                 StepsSeen(rank=rank, watched=replace(WATCHED, num_keys=9, device=device))
-                for rank in (1, 0)
+                for rank in self.ranks
             ]
         self.left = {number: left - 1 for number, left in self.left.items()}
         # Request 1 was aborted before.
@@ -262,8 +264,31 @@ def test_a_gpu_is_warmed_up_timed_and_then_traced(tmp_path, monkeypatch):
     assert rounds == [[[0] * 6, [1] * 6, [2] * 6]] * 2
     assert found.num_keys == 9 / (3 * 6)
     partition = partition_of(plan.prepared)
-    assert found.step_bytes == sum(step_bytes(partition, 2, 3, 0.5))
-    assert found.floor_s == max(step_bytes(partition, 2, 3, 0.5)) / 4e12
+    read = step_bytes(partition, Items(2, 4), 3, 0.5)
+    assert found.step_bytes == sum(read)
+    assert found.floor_s == max(read) / 4e12
+
+
+def test_narrow_states_are_said_and_lower_the_floor(monkeypatch):
+    """tiny-mtp: three rows read and write the states of its delta nets in every step."""
+    monkeypatch.setattr(
+        resolve, "host_facts", lambda environ: HostFacts(num_gpus=1, torch_has_cuda=True)
+    )
+    read, said = {}, {}
+    for dtype in ("float32", "bfloat16"):
+        values = {"batch": "3", "context": 8, "steps": 5, "rounds": 1, "state_dtype": dtype}
+        plan = make_plan(model="tiny-mtp", device="cuda", dtype="bfloat16", **values)
+        engine = FakeRanks()
+        engine.ranks = (0,)
+        found, _ = measure(engine, plan, 3, MACHINE)
+        read[dtype] = found.step_bytes
+        said[dtype] = describe(plan.prepared, "tiny-mtp", "some")["state_dtype"]
+    assert said == {"float32": "float32", "bfloat16": "bfloat16"}
+    config = plan.prepared.worker.model
+    delta = config.delta
+    numbers = delta.num_value_heads * delta.value_head_dim * delta.key_head_dim
+    narrower = 3 * 2 * sum(config.delta_layers) * numbers * 2
+    assert read["float32"] - read["bfloat16"] == narrower
 
 
 def test_an_engine_that_fails_has_the_last_word(tmp_path, monkeypatch, capsys):

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from array import array
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -20,12 +21,11 @@ from unisono.launcher.answering import (
     Piece,
     Request,
     answer_all,
-    check_prompts,
     numerics_of,
 )
 from unisono.launcher.console import Console
 from unisono.launcher.generate import closing_line, ready_line, show
-from unisono.launcher.prompts import Prompt
+from unisono.launcher.prompts import Prompt, check_prompts
 from unisono.launcher.roofline import H200_COPY
 from unisono.models.shapes import SHAPES
 from unisono.runtime.protocol import EngineReady, RequestRejected, SamplingParams, WorkerLost
@@ -308,9 +308,37 @@ def test_a_lost_engine_is_not_asked_to_abort(engine):
 )
 def test_prompts_are_checked(ids, message):
     worker = WorkerConfig(model_path="m", model=tiny_model(), max_model_len=4)
-    check_prompts([Request(index=0, prompt="x", prompt_ids=(1, 2, 3))], worker)
+    check_prompts([Request(index=0, prompt="x", prompt_ids=(1, 2, 3))], worker, 16)
     with pytest.raises(RequestRejected, match=message):
-        check_prompts([Request(index=0, prompt="x", prompt_ids=ids)], worker)
+        check_prompts([Request(index=0, prompt="x", prompt_ids=ids)], worker, 16)
+
+
+@pytest.mark.parametrize(
+    ("count", "max_tokens", "kv_tokens", "needed"),
+    [
+        (60, 5, 64, 0),
+        (60, 6, 64, 128),
+        (60, 6, 65, 0),
+        (64, 1, 1, 0),
+        (65, 1, 1, 128),
+        (9, 200, 64, 0),
+    ],
+)
+def test_what_no_cache_of_the_asked_size_holds_is_refused(count, max_tokens, kv_tokens, needed):
+    """The last token of an answer needs no place, and a request ends at the model's limit."""
+    worker = WorkerConfig(
+        model_path="m",
+        model=tiny_model(),
+        max_model_len=65 if max_tokens == 200 else 128,
+        kv_tokens=kv_tokens,
+    )
+    asked = [Request(index=0, prompt="x", prompt_ids=(5,) * count)]
+    said = (
+        f"^the prompt has {count} tokens: with up to {max_tokens} of answer that is more than the "
+        f"64 of --kv-tokens; choose {needed} or more, or a smaller --max-tokens$"
+    )
+    with pytest.raises(RequestRejected, match=said) if needed else nullcontext():
+        check_prompts(asked, worker, max_tokens)
 
 
 # What is shown

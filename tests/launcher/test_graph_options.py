@@ -57,6 +57,14 @@ def test_unless_asked_buckets_go_up_to_all_requests(most: int, buckets: tuple[in
             "--capture start: with --attn reference nothing is captured; leave it out, or --attn",
         ),
         ({"capture": "start", "no_graphs": True}, "--capture start: --no-graphs captures nothing"),
+        (
+            {"random_padding": True, "device": "cpu"},
+            "--random-padding: cpu has no graphs; leave it out, or --device cuda where there is",
+        ),
+        (
+            {"random_padding": True, "attn": "reference"},
+            "--random-padding: with --attn reference nothing is captured; leave it out, or --attn",
+        ),
         ({"graph_buckets": (1,), "no_graphs": True}, "--graph-buckets 1: --no-graphs captures"),
     ],
 )

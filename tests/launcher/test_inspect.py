@@ -118,6 +118,21 @@ def test_a_model_of_known_size():
     assert report.ranks[0].streamed_bytes == pytest.approx(15.29e9, rel=1e-3)
 
 
+def test_eight_ranks_are_planned():
+    """Qwen3-8B: a KV head each and an eighth of all but norms, which every rank has whole."""
+    config = SHAPES["qwen3-8b"]
+    report = report_of(config, 8, max_model_len=4096)
+    whole = report_of(config, 1, max_model_len=4096)
+    assert [share.kv_heads for share in report.ranks] == [(rank, rank + 1) for rank in range(8)]
+    assert [share.query_heads for share in report.ranks] == [(4 * r, 4 * r + 4) for r in range(8)]
+    assert {share.kv_bytes_per_token for share in report.ranks} == {36 * 2 * 128 * 2}
+    norms = 2 * (36 * (2 * 4096 + 2 * 128) + 4096)
+    assert report.weight_bytes == whole.weight_bytes + 7 * norms
+    fullest = max(share.weight_bytes for share in report.ranks)
+    assert fullest < whole.weight_bytes / 8 * 1.002
+    assert report.ceilings[0]["tokens_per_s"] > 7.9 * whole.ceilings[0]["tokens_per_s"]
+
+
 def test_a_hybrid_of_known_size():
     """Qwen3-Next-80B-A3B: 36 delta nets of 48 layers, 10 of 512 experts a token."""
     config = SHAPES["qwen3-next-80b-a3b"]
@@ -284,12 +299,26 @@ def test_weights_of_another_model_are_an_error(inspect, model):
     assert "has shape [300, 36], the configuration says [301, 36]" in err
 
 
+def test_narrow_states_are_counted_as_such(capsys):
+    """Qwen3.5-27B: 48 delta nets of 48 states of 128 x 128, three inputs of 10,240 channels."""
+    seen = {}
+    for dtype, item in (("float32", 4), ("bfloat16", 2)):
+        arguments = ["--dtype", "bfloat16", "--state-dtype", dtype, "--json"]
+        assert cli.run(["inspect", "shape:qwen3.5-27b", *arguments]) == 0
+        report = seen[dtype] = json.loads(capsys.readouterr().out)
+        state = 48 * (48 * 128 * 128 * item + 3 * 10240 * 2)
+        assert report["state_bytes_per_request"] == state
+    [wide], [narrow] = seen["float32"]["ranks"], seen["bfloat16"]["ranks"]
+    assert wide["streamed_bytes"] - narrow["streamed_bytes"] == 2 * 48 * 48 * 128 * 128 * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--tp", "10"], "tp=10: 9 query heads in 3 groups"),
         (["--max-model-len", "129"], "--max-model-len 129: the model's limit is 128 tokens"),
         (["--dtype", "int4"], "--dtype int4: choose auto"),
+        (["--state-dtype", "bfloat16"], "--state-dtype bfloat16: is for models with a recurrent"),
     ],
     ids=" ".join,
 )

@@ -11,9 +11,10 @@ import threading
 import pytest
 
 import unisono
-from tests.launcher.fakes import EOS, FakeEngine, FakeTokenizer, write_checkpoint
+from tests.launcher.fakes import EOS, TOOK, FakeEngine, FakeTokenizer, write_checkpoint
 from unisono import LLM, SamplingParams
 from unisono.launcher.answering import Answer
+from unisono.launcher.pause import Pause
 from unisono.models.config import ConfigError
 from unisono.models.headers import CheckpointError
 from unisono.models.partition import PartitionError
@@ -189,6 +190,21 @@ def test_another_level_is_refused_before_anything_starts(model, level):
     with pytest.raises(ConfigError, match=r"^sleep level .*: choose 1 .* or 2 "):
         asyncio.run(llm.sleep_async(level))
     assert FakeEngine.made == []
+
+
+def test_orders_say_how_long_requests_waited_and_for_how_long_at_the_most(model, tmp_path):
+    """B36."""
+    other = str(write_checkpoint(tmp_path / "other"))
+    with LLM(model, start_timeout_s=7.5) as llm:
+        pauses = [llm.sleep(), llm.reload_weights(other), llm.wake()]
+        pauses += [asyncio.run(twin) for twin in (llm.sleep_async(), llm.wake_async())]
+        pauses.append(asyncio.run(llm.reload_weights_async(other)))
+    assert pauses == [Pause(parts=dict(TOOK), limit_s=7.5)] * 6
+    assert pauses[0].seconds == 0.25 + 1.5 + 0.001
+    assert str(pauses[0]) == (
+        "1.75 s (0.25 s steps in flight, 1.50 s giving memory back), 7.5 s at the most"
+    )
+    assert str(Pause(parts={}, limit_s=600.0)) == "0.00 s, 600 s at the most"
 
 
 def test_what_ranks_cannot_load_is_an_error_and_the_engine_serves_on(model, tmp_path):

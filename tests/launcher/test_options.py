@@ -41,6 +41,7 @@ OTHER_VALUES = {
     "max_step_tokens": ("99", 99),
     "no_prefix_cache": (None, True),
     "no_graphs": (None, True),
+    "random_padding": (None, True),
     "graph_buckets": ("1,8,16", (1, 8, 16)),
     "capture": ("start", "start"),
     "log_level": ("debug", "debug"),

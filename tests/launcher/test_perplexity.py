@@ -160,7 +160,7 @@ def test_json_and_text(run):
         (b"T", (), "--text text.txt: has 1 token, and the first never counts: at least 2 are "
          "needed"),
         (b"ab\xff", (), "--text text.txt: not UTF-8 at byte 2"),
-        (None, (), "--text text.txt: No such file or directory"),
+        (None, (), "--text text.txt: No such file or directory; choose a text file"),
         (b"The sea", ("--window", "4", "--stride", "5"), "--stride 5: must be at most --window, 4"),
         (b"The sea", ("--window", "4000"), "--window 4000: with one token of answer that is more "
          "than the 128 of --max-model-len; choose 2 to 127"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.launcher.fakes import tiny_model
 from unisono.launcher.roofline import (
     H200_COPY,
+    Items,
     answers_bytes,
     card_here,
     floor_s,
@@ -20,6 +21,8 @@ from unisono.launcher.roofline import (
 )
 from unisono.models.partition import ModelPartition
 from unisono.models.shapes import SHAPES
+
+BF16 = Items(2, 4)
 
 
 def partition(name, ranks=1, **changes):
@@ -43,8 +46,27 @@ def test_keys_and_values_of_a_row():
 
 def test_a_step_of_many_rows_reads_the_weights_once():
     whole = partition("qwen3-8b")
-    [one], [many] = step_bytes(whole, 2, 1, 500.5), step_bytes(whole, 2, 32, 500.5)
+    [one], [many] = (step_bytes(whole, BF16, rows, 500.5) for rows in (1, 32))
     assert many - one == 31 * kv_bytes(whole, 0, 2, 500.5)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_reads_and_writes_the_state_of_each_row(state_dtype, ranks):
+    """Qwen3.5-27B: 48 delta nets of 48 states of 128 x 128, three inputs of 10,240 channels."""
+    model, items = partition("qwen3.5-27b", ranks), Items.of("bfloat16", state_dtype)
+    state = 48 * (48 * 128 * 128 * (4 if state_dtype == "float32" else 2) + 3 * 10240 * 2) // ranks
+    few, many = (step_bytes(model, items, rows, 500) for rows in (1, 32))
+    for rank in range(ranks):
+        row = kv_bytes(model, rank, 2, 500) + 2 * state
+        assert many[rank] - few[rank] == 31 * row
+    lengths = [(5, 1), (3, 4)]
+    wanted = [
+        3 * (weight_bytes(model, rank, 2) + 2 * state)
+        + sum(kv_bytes(model, rank, 2, keys) for keys in (4, 5, 6))
+        for rank in range(ranks)
+    ]
+    assert answers_bytes(model, items, lengths) == pytest.approx(wanted)
 
 
 def test_ranks_share_a_memory_or_have_their_own():
@@ -65,7 +87,7 @@ def test_answers_read_what_their_steps_read(lengths, ranks, windows):
         for rank in range(ranks):
             wanted[rank] += weight_bytes(model, rank, 4)
             wanted[rank] += sum(kv_bytes(model, rank, 4, keys) for keys in rows)
-    assert answers_bytes(model, 4, lengths) == pytest.approx(wanted)
+    assert answers_bytes(model, Items.of("float32", "float32"), lengths) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,8 @@ from unisono.launcher.verify_oracle import Oracle, OracleBroken
 from unisono.launcher.verify_run import NUM_TOP
 from unisono.runtime.protocol import (
     Delta,
-    EngineAsleep,
-    EngineAwake,
     EngineReady,
+    EngineState,
     Finished,
     Order,
     Reload,
@@ -63,7 +62,7 @@ class FakeEngine:
         self.worker = config.runtime.worker
         self.limits = Reschedule(num_blocks=1, max_step_tokens=1, prefix_cache=False)
         self._events: deque[Delta | Tokens | Finished] = deque()
-        self.states: deque[EngineAsleep | EngineAwake] = deque()
+        self.states: deque[EngineState] = deque()
         self.ordered: list[Order] = []
         self._num_asked = 0
 
@@ -128,9 +127,7 @@ class FakeEngine:
         self.ordered.append(wanted)
         error = type(self).on_order(wanted)
         level = wanted.level if isinstance(wanted, Sleep) else 0
-        self.states.append(
-            EngineAsleep(level=level, error=error) if level else EngineAwake(error=error)
-        )
+        self.states.append(EngineState(level=level, error=error))
 
     def poll(self, timeout_s: float) -> Sequence[Delta | Tokens | Finished]:
         return [] if self.states else [self._events.popleft()]
@@ -181,6 +178,7 @@ Run = Callable[..., tuple[int, str, str]]
         (("--html", "/"), "--html /: this is no file; name one"),
         (("--max-tokens", "127"), "--max-tokens 127: the model's limit is 128 tokens, prompt incl"),
         (("--tp", "1,99"), "tp=99"),
+        (("--chunk", "none,256"), "--chunk 256: no prompt is longer, since with --max-tokens 4"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_starts(
@@ -218,6 +216,17 @@ def test_two_engines_run_two_rank_counts_and_each_verdict_is_a_line(
     prints = [entry["numerics"] for entry in said["fingerprints"]]
     assert [text.split(" unisono")[0] for text in prints] == [
         f"cpu float32 tp={tp} attn=tiled numerics=exact" for tp in (1, 2)
+    ]
+
+
+def test_with_nothing_but_a_model_every_setting_is_reached(
+    run: Run, model: str, engines: type[FakeEngine]
+) -> None:
+    code, out, err = run(model, "--load-format", "random", "--json")
+    said = json.loads(out)
+    assert (code, said["ok"]) == (0, True), err
+    assert "batch 8, chunk 64, pre-empt, sleep, reload" in [
+        entry["label"] for entry in said["settings"]
     ]
 
 
@@ -373,8 +382,8 @@ def test_what_was_judged_is_shown_when_it_is_interrupted(
         ["batch", "8,", "chunk", "64"],
     ]
     last = err.splitlines()[-1]
-    assert last.startswith("interrupted: 3 of 3 promises hold, of 8 to be tested: ")
-    assert "of 8 to be tested" in page.read_text()
+    assert last.startswith("interrupted: 3 of 3 promises hold, of 7 to be tested: ")
+    assert "of 7 to be tested" in page.read_text()
 
 
 ENDED = """
@@ -398,13 +407,13 @@ def test_a_job_that_is_ended_keeps_what_was_judged(model: str) -> None:
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
-        while "2 of 8: " not in process.stderr.readline():
+        while "2 of 7: " not in process.stderr.readline():
             pass
         process.terminate()
         out, err = process.communicate(timeout=60)
     assert process.returncode == 143
     assert out.count("equal") == 2
-    assert err.startswith("interrupted: 2 of 2 promises hold, of 8 to be tested: ")
+    assert err.startswith("interrupted: 2 of 2 promises hold, of 7 to be tested: ")
 
 
 def test_before_the_first_verdict_there_is_nothing_to_show(
@@ -502,4 +511,4 @@ def test_an_engine_that_does_not_start_fails_all_its_settings(
     assert {entry["note"] for entry in said["settings"]} == {
         "failed: rank 0 failed in phase 'load weights'"
     }
-    assert "0 of 8 promises hold" in err
+    assert "0 of 7 promises hold" in err

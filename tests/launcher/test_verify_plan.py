@@ -22,7 +22,7 @@ from unisono.launcher.verify_plan import (
     matrix,
     what_was_missed,
 )
-from unisono.launcher.verify_prompts import LENGTHS, id_prompts, text_prompts
+from unisono.launcher.verify_prompts import LENGTHS, id_prompts, prompt_lengths, text_prompts
 from unisono.launcher.verify_run import NOBODY, order_of, summed_place
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import Reload, Sleep, Wake
@@ -203,15 +203,72 @@ def test_of_graphs_the_last_wave_is_compared_by_tokens_alone() -> None:
 
 
 def test_prompts_have_many_lengths_and_common_beginnings() -> None:
-    prompts = id_prompts(len(LENGTHS), 199, 150)
-    assert [len(prompt) for prompt in prompts] == [min(length, 150) for length in LENGTHS]
+    lengths = prompt_lengths(len(LENGTHS), 0, 150)
+    assert lengths == [min(length, 150) for length in LENGTHS]
+    prompts = id_prompts(lengths, 199)
+    assert [len(prompt) for prompt in prompts] == lengths
     assert all(0 <= token < 199 for prompt in prompts for token in prompt)
-    assert prompts == id_prompts(len(LENGTHS), 199, 150)
+    assert prompts == id_prompts(lengths, 199)
     assert prompts[1][:64] == prompts[7][:64]
     assert prompts[1][64:70] != prompts[7][64:70]
-    texts = text_prompts(8, lambda text: [ord(letter) for letter in text], 400)
+    texts = text_prompts(LENGTHS[:8], lambda text: [ord(letter) for letter in text])
     assert [len(text) for text in texts] == list(LENGTHS[:8])
     assert texts[2] == texts[5][:63]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 20])
+@pytest.mark.parametrize("chunk", [0, 64, 100, 256, 4096])
+def test_a_prompt_is_longer_than_the_largest_chunk_however_few_there_are(
+    count: int, chunk: int
+) -> None:
+    for longest in (chunk + 1, chunk + 500):
+        lengths = prompt_lengths(count, chunk, longest)
+        assert len(lengths) == count
+        assert chunk < max(lengths) <= longest
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "values"),
+    [
+        (None, 128, (0, 64)),
+        (None, 82, (0, 64)),
+        (None, 81, (0,)),
+        (None, 274, (0, 64, 256)),
+        (None, 273, (0, 64)),
+        ("none", 20, (0,)),
+        ("none,110", 128, (0, 110)),
+    ],
+)
+def test_chunks_are_tried_where_prompts_are_longer(
+    asked: str | None, limit: int, values: tuple[int, ...]
+) -> None:
+    choices = read_choices({**GIVEN, "chunk": asked})
+    fit = worker(max_model_len=limit)
+    assert with_defaults(choices, fit).values["chunk"] == values
+
+
+def test_one_prompt_alone_is_not_pre_empted() -> None:
+    for asked, count, values in (
+        (None, 1, (False,)),
+        (None, 2, (False, True)),
+        ("off", 2, (False,)),
+        ("on,off", 2, (False, True)),
+    ):
+        choices = read_choices({**GIVEN, "pre_empt": asked, "num_prompts": count})
+        assert with_defaults(choices, worker()).values["pre_empt"] == values
+    choices = read_choices({**GIVEN, "pre_empt": "on", "num_prompts": 1})
+    with pytest.raises(ConfigError, match=r"^--pre-empt on: .*; choose off, or more --prompts$"):
+        with_defaults(choices, worker())
+
+
+def test_a_chunk_that_no_prompt_exceeds_is_refused() -> None:
+    choices = read_choices({**GIVEN, "chunk": "none,64,111"})
+    said = (
+        "^--chunk 111: no prompt is longer, since with --max-tokens 16 the model's limit leaves "
+        "111 tokens; choose none or less than 111$"
+    )
+    with pytest.raises(ConfigError, match=said):
+        with_defaults(choices, worker())
 
 
 @pytest.mark.parametrize(
@@ -293,7 +350,7 @@ def test_drafts_are_tried_where_the_model_makes_any(
 
 
 def worker(device: str = "cpu", attn: str = "tiled", **changes: Any) -> WorkerConfig:
-    fields = {"model": tiny_model(), **changes}
+    fields = {"model": tiny_model(), "max_model_len": 128, **changes}
     return WorkerConfig(model_path="m", device=device, attn=attn, **fields)
 
 

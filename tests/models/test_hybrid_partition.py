@@ -223,12 +223,13 @@ def test_a_replicated_key_head_and_some_of_its_value_heads() -> None:
     assert specs[name + "in_proj_ba.weight"].ranges == ((2, 3), (5, 6))
     assert specs[name + "conv1d.weight"].ranges == ((0, 3), (6, 9), (22, 27))
     assert specs[name + "conv1d.weight"].local_shape == (11, 1, 4)
-    assert partition.state_elements(1) == (11 * 3, 15)
+    num_nets = sum(hybrid().delta_layers)
+    assert partition.state_bytes(1, 2, 4) == num_nets * (2 * 11 * 3 + 4 * 15)
     assert partition.pending_shapes(1, 2) == ((3, 11), (3, 1, 3), (3, 1, 5), (3, 1))
     assert partition.pending_shapes(0, 8)[1:] == ((9, 1, 3), (9, 2, 5), (9, 2))
-    assert partition.pending_elements(1, 2) == (33, 9 + 15 + 3)
+    with_drafts = 2 * (11 * 3 + 33) + 2 * 15 + 4 * (9 + 15 + 3)
+    assert partition.state_bytes(1, 2, 2, 2) == num_nets * with_drafts
     assert partition.pending_shapes(1, 0) == ()
-    assert partition.pending_elements(1, 0) == (0, 0)
 
 
 def test_names_of_the_two_layouts() -> None:

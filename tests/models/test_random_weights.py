@@ -188,7 +188,7 @@ def test_ranks_hold_slices_of_one_model_and_agree(changes: dict[str, object]) ->
     ids = random_ids(60)
     alone = LocalEngine(config).prompt_logits(ids)
     whole = {spec.name: filled(spec) for spec in ModelPartition.of(config, 1).weights(0)}
-    for tp in (2, 3):
+    for tp in (2, 3, 8):
         for rank in range(tp):
             for spec in ModelPartition.of(config, tp).weights(rank):
                 part = whole[spec.name]

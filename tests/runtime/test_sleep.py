@@ -12,8 +12,7 @@ import pytest
 from tests.runtime.fakes import FakeWorker, expected, request, scheduler, told
 from unisono.runtime.engine import Engine
 from unisono.runtime.protocol import (
-    EngineAsleep,
-    EngineAwake,
+    EngineState,
     Finished,
     Reload,
     Sleep,
@@ -136,8 +135,8 @@ def check_answers(client: Client) -> None:
         assert (told(client.sent, asked.request_id), "length") == expected(asked)
 
 
-def states(client: Client) -> list[object]:
-    return [each for each in client.sent if isinstance(each, EngineAsleep | EngineAwake)]
+def states(client: Client) -> list[EngineState]:
+    return [each for each in client.sent if isinstance(each, EngineState)]
 
 
 def orders(ranks: Ranks) -> list[object]:
@@ -148,14 +147,14 @@ def test_it_sleeps_between_steps_and_every_answer_is_whole() -> None:
     naps = [Sleep(level=1), Sleep(level=1), Sleep(level=2), Sleep(level=1), Wake(), Wake()]
     client, ranks, _ = serve([*SUBMITS[:3], *naps, SUBMITS[3], Sleep(level=2), SUBMITS[4], Wake()])
     assert states(client) == [
-        EngineAsleep(level=1),
-        EngineAsleep(level=1),
-        EngineAsleep(level=2),
-        EngineAsleep(level=2),
-        EngineAwake(),
-        EngineAwake(),
-        EngineAsleep(level=2),
-        EngineAwake(),
+        EngineState(level=1),
+        EngineState(level=1),
+        EngineState(level=2),
+        EngineState(level=2),
+        EngineState(),
+        EngineState(),
+        EngineState(level=2),
+        EngineState(),
     ]
     deep = [Release(weights=True), OWN, Allocate(num_blocks=20)]
     assert orders(ranks) == [Release(weights=False), *deep, *deep]
@@ -171,8 +170,8 @@ def test_other_weights_are_taken_at_once_or_when_it_wakes(level: int) -> None:
     other = LoadWeights(path="other")
     reload = Reload(path="other", load_format="auto")
     client, ranks, workers = serve([*SUBMITS, *nap, reload, Wake()])
-    asleep = [EngineAsleep(level=level)] * 2 if level else [EngineAwake()]
-    assert states(client) == [*asleep, EngineAwake()]
+    asleep = [EngineState(level=level)] * 2 if level else [EngineState()]
+    assert states(client) == [*asleep, EngineState()]
     before = [Release(weights=level == 2)] if level else []
     after = [Allocate(num_blocks=20)] if level else []
     assert orders(ranks) == [*before, other, *after]
@@ -189,8 +188,8 @@ def test_weights_that_one_rank_cannot_load_are_taken_by_none(
     reload = Reload(path="torn", load_format="auto")
     client, ranks, workers = serve([*SUBMITS, *nap, reload, Wake()], torn=failing)
     error = f"rank {failing[0]}: no"
-    said = EngineAsleep(level=1, error=error) if level else EngineAwake(error=error)
-    assert states(client)[-2:] == [said, EngineAwake()]
+    said = EngineState(level=1, error=error) if level else EngineState(error=error)
+    assert states(client)[-2:] == [said, EngineState()]
     assert orders(ranks)[level : level + 2] == [LoadWeights(path="torn"), OWN]
     assert workers.weights == OWN
     check_answers(client)
@@ -200,9 +199,9 @@ def test_it_sleeps_on_without_weights_and_holds_no_memory() -> None:
     wakes = [Wake(), Reload(path="own", load_format="auto"), Wake()]
     torn = Reload(path="torn", load_format="auto")
     client, ranks, _ = serve([*SUBMITS, Sleep(level=2), torn, *wakes], torn=[1])
-    asleep = EngineAsleep(level=2)
-    failed = EngineAsleep(level=2, error="rank 1: no")
-    assert states(client) == [asleep, asleep, failed, asleep, EngineAwake()]
+    asleep = EngineState(level=2)
+    failed = EngineState(level=2, error="rank 1: no")
+    assert states(client) == [asleep, asleep, failed, asleep, EngineState()]
     release = Release(weights=True)
     assert orders(ranks) == [
         *(release, LoadWeights(path="torn"), release),
@@ -222,7 +221,47 @@ def test_a_rank_that_ends_in_it_is_named() -> None:
         serve([*SUBMITS, Reload(path="deadly", load_format="auto")])
 
 
+class Clock:
+    """Time that passes only while ranks answer: a second for a step, ten for anything else."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.now, self.receive = 100.0, ranks.receive
+        ranks.receive = self.passing  # type: ignore[method-assign]
+
+    def passing(self, timeout_s: float) -> tuple[str, object] | None:
+        answer = self.receive(timeout_s)
+        if answer is not None and answer[0] == "rank 1" and not isinstance(answer[1], Progress):
+            self.now += 1 if isinstance(answer[1], StepResult) else 10
+        return answer
+
+
+def test_it_says_what_the_pause_went_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B36: what was in flight, then each thing that ranks were told; of a failed load twice."""
+    script = [Sleep(level=1), Wake(), Reload(path="torn", load_format="auto"), Sleep(level=2)]
+    ranks = Ranks({"torn": [1]})
+    clock = Clock(ranks)
+    monkeypatch.setattr("unisono.runtime.engine.time.monotonic", lambda: clock.now)
+    client = Client(ranks, [*SUBMITS, *script, Sleep(level=1), Wake()])
+    workers: Any = WorkerGroup(ranks, 2)  # type: ignore[arg-type]
+    workers.weights, workers.allocated = OWN, Allocate(num_blocks=20)
+    Engine(client, workers, scheduler(), 400).run()  # type: ignore[arg-type]
+    check_answers(client)
+    told = [dict(state.took) for state in states(client)]
+    flights = [took.pop("steps in flight") for took in told]
+    assert flights[0] == 1, "a step was under way"
+    assert {*flights} <= {0, 1}
+    assert [took.pop("the rest") for took in told] == [0] * 6
+    assert told == [
+        {"giving memory back": 10},
+        {"taking memory": 10},
+        {"loading weights": 20},
+        {"giving memory back": 10},
+        {},
+        {"loading weights": 10, "taking memory": 10},
+    ]
+
+
 def test_it_stops_asleep() -> None:
     client, ranks, _ = serve([*SUBMITS, Sleep(level=2)])
-    assert states(client) == [EngineAsleep(level=2)]
+    assert states(client) == [EngineState(level=2)]
     assert isinstance(ranks.log[-1], Shutdown)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.device_plans import with_device_plans
 from tests.launcher.fakes import tiny_model
+from tests.rig import LocalEngine
+from tests.tiny import random_ids, write_checkpoint
 from tests.workers.fake_graphs import Card, fake_card
 from unisono.launcher.graph_options import buckets_up_to
+from unisono.models.interface import Caches, ForwardBatch
 from unisono.ops.comm import solo_group
 from unisono.workers.config import WorkerConfig
 from unisono.workers.decode_steps import DecodeSteps, sized
+from unisono.workers.draft_steps import DraftSteps, Layout
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.profile_run import capture_graphs
 from unisono.workers.protocol import (
@@ -60,6 +67,41 @@ class Steps(DecodeSteps):
     def _tail(self, height: int, draws: bool) -> torch.Tensor:
         self._card.do(lambda: self.ran.update([(height,)]))
         return torch.zeros(height, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_drafts"), [("qwen3-moe", 0), ("qwen3.5-moe", 0), ("qwen3.5-moe", 2)]
+)
+def test_random_padding_changes_no_answer(name: str, num_drafts: int, tmp_path: Path) -> None:
+    """The body of a graph, run on the CPU: at least five rows of eight are padding."""
+    write_checkpoint(name, tmp_path, mtp=num_drafts > 0)
+    prompts = [random_ids(length, 199, seed=length) for length in (1, 9, 63)]
+    answers, padding = [], []
+    for random_padding in (False, True):
+        engine = LocalEngine(
+            tmp_path,
+            graphs=True,
+            graph_buckets=(8,),
+            max_requests=8,
+            ops_of=with_device_plans,
+            num_drafts=num_drafts,
+            random_padding=random_padding,
+        )
+        model, seen = engine.ranks[0].model, set[int]()
+
+        def watched(
+            batch: ForwardBatch, caches: Caches, forward: Any = model.forward, seen: Any = seen
+        ) -> torch.Tensor:
+            if len(batch.token_ids) % 8 == 0:  # the prompts together have 73
+                seen.update(batch.token_ids[len(batch.token_ids) // 8 * 3 :].tolist())
+            return forward(batch, caches)
+
+        model.forward = watched  # type: ignore[method-assign]
+        answers.append([answer.token_ids for answer in engine.generate(prompts, 8)])
+        padding.append(len(seen))
+    assert answers[0] == answers[1]
+    assert padding[0] <= 1 + num_drafts, "what slot 0 holds"
+    assert padding[1] > 4
 
 
 @pytest.fixture
@@ -110,6 +152,51 @@ def test_every_number_of_rows_has_a_graph_of_little_padding() -> None:
             height, eager = sized(num_rows, buckets)
             assert (height in buckets, eager) == (True, "")
             assert num_rows <= height < max(2 * num_rows, num_rows + 32)
+
+
+class Drafting(DraftSteps):
+    """The same of steps with drafts; `ran` are their places."""
+
+    def __init__(self, pool: GraphPool, card: Card, buckets: Sequence[int], drafts: int) -> None:
+        buffers: Any = SimpleNamespace(
+            max_rows=MOST, num_drafts=drafts, give_slots=lambda *given: None, take_result=len
+        )
+        slots: Any = SimpleNamespace(
+            token_ids=None, lengths=None, block_table=None, num_pending=None, states=None
+        )
+        nothing: Any = None
+        super().__init__(*(nothing, nothing, slots, nothing, pool, buffers, buckets, nothing, ()))
+        self.ran: Counter[tuple[str, int]] = Counter()
+        self._card = card
+
+    def _forward(self, layout: Layout) -> None:
+        self._card.do(lambda: self.ran.update([("forward", layout.height * layout.width)]))
+
+    def _tail(self, layout: Layout, num_drafts: int, draws: bool) -> torch.Tensor:
+        self._card.do(lambda: self.ran.update([("tail", layout.height * layout.width)]))
+        return torch.zeros(layout.height * (1 + layout.width))
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 8])
+def test_every_number_of_rows_has_a_graph_whatever_is_drafted(card: Card, num_drafts: int) -> None:
+    """B35: no step is eager but the first of its size, and places come in whole rows."""
+    buckets = buckets_up_to(MOST)
+    pool = GraphPool(torch.device("cuda"), solo_group(), [])
+    steps = Drafting(pool, card, buckets, num_drafts)
+    for num_rows in range(1, MOST + 1):
+        plan = decoding(num_rows, start=70)
+        rows = replace(plan.rows, drafts=int32s([num_drafts] * num_rows))
+        plan = replace(plan, rows=rows, num_proposals=num_drafts)
+        assert steps.serves(plan.rows)
+        for _ in range(3):
+            steps.forward(plan)
+            steps.tail(plan, draws=False)
+    assert pool.eager_runs == dict.fromkeys(
+        [("forward", "first run"), ("tail", "first run")], len(buckets)
+    )
+    assert pool.num_replays == 2 * (3 * MOST - len(buckets))
+    sizes = {height * (1 + num_drafts) for height in buckets}
+    assert {*steps.ran} == {(piece, size) for piece in ("forward", "tail") for size in sizes}
 
 
 @pytest.mark.parametrize(

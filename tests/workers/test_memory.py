@@ -22,7 +22,6 @@ from unisono.workers.memory import (
     offer,
     offer_blocks,
     out_of_memory_explained,
-    state_bytes,
 )
 
 GIB = 2**30
@@ -42,13 +41,13 @@ def test_blocks_and_states_of_a_hybrid() -> None:
             convolution = 3 * (2 * keys + values) * 128
             for dtype in (torch.float32, torch.bfloat16):
                 state = values * 128 * 128 * dtype.itemsize
-                got = state_bytes(partition, rank, torch.bfloat16, dtype)
+                got = partition.state_bytes(rank, 2, dtype.itemsize)
                 assert got == 48 * (2 * convolution + state)
 
 
 def test_others_have_no_state_and_kv_in_every_layer() -> None:
     partition = ModelPartition.of(SHAPES["qwen3-30b-a3b"], 2)
-    assert state_bytes(partition, 1, torch.bfloat16, torch.float32) == 0
+    assert partition.state_bytes(1, 2, 4) == 0
     assert block_bytes(partition, 1, torch.bfloat16) == 2 * 48 * 2 * 128 * BLOCK_SIZE * 2
 
 

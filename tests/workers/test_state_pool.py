@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.recurrent import CONFIG
 from unisono.models.partition import ModelPartition
 from unisono.workers.kv_cache import KVCache
-from unisono.workers.memory import block_bytes, state_bytes
+from unisono.workers.memory import block_bytes
 from unisono.workers.state_pool import StatePool, caches_of
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def test_every_layer_has_the_states_of_this_rank(
         # Two taps before a token's own; q, k and v of each head.
         assert (layer.conv.shape, layer.conv.dtype) == ((6, 2, heads * (2 + 2 + 4)), BF16)
         assert (layer.state.shape, layer.state.dtype) == ((6, heads, 4, 2), state_dtype)
-    size = state_bytes(ModelPartition.of(CONFIG, tp), tp - 1, BF16, state_dtype)
+    size = ModelPartition.of(CONFIG, tp).state_bytes(tp - 1, 2, state_dtype.itemsize)
     assert sum(part.numel() * part.element_size() for part in parts(states)) == 6 * size
 
 
