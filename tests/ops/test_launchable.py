@@ -1,4 +1,4 @@
-"""Which kernels are launched by `ops/kernels/launch.py`: all that the host launches, and no others."""
+"""Kernels launched by `ops/kernels/launch.py`: all that the host launches, and no others."""
 
 from __future__ import annotations
 
