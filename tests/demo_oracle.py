@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -28,10 +29,16 @@ def demo_oracle() -> tuple[Any, Any]:
 @contextmanager
 def parsed_once() -> Iterator[None]:
     """Have transformers parse a file once, and not for its config, weights and tokenizer each; and
-    make the table of tensors' names once, not for every layer. Each takes seconds."""
+    make the table of tensors' names once, not for every layer. Each takes seconds. So do the
+    hundred thousand slices of a tokenizer, as maps of a file and not as plain arrays."""
     import gguf
 
+    def plain_array(*args: Any, **options: Any) -> Any:
+        return numpy.asarray(memory_map(*args, **options))
+
+    memory_map = numpy.memmap
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numpy, "memmap", plain_array)
         for name in ("GGUFReader", "get_tensor_name_map"):
             patch.setattr(gguf, name, cache(getattr(gguf, name)))
         yield

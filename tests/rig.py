@@ -8,8 +8,9 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
@@ -58,19 +59,41 @@ CPU = torch.device("cpu")
 
 
 class Meeting:
-    """Where the threads of one group exchange tensors."""
+    """Where the threads of one group exchange tensors.
+
+    A thread computes in its turn only, until it waits for the others: threads that wrest the
+    interpreter from each other take twice the processor time.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=60)
-        self.places: list[Any] = [None] * size
+        self.turn = threading.Condition()
+        self.places: dict[int, Any] = {}
+        self.is_broken = False
 
     def exchange(self, rank: int, value: T) -> list[T]:
-        self.places[rank] = value
-        self.barrier.wait()
-        everyone = list(self.places)
-        self.barrier.wait()
-        return everyone
+        """In the turn of `rank`: what each rank gave, by rank."""
+        places = self.places
+        places[rank] = value
+        if len(places) == self.size:
+            self.places = {}
+            self.turn.notify_all()
+        elif not self.turn.wait_for(lambda: len(places) == self.size or self.is_broken, 60):
+            raise threading.BrokenBarrierError
+        if len(places) < self.size:
+            raise threading.BrokenBarrierError
+        return [places[each] for each in range(self.size)]
+
+    @contextmanager
+    def taking_turns(self) -> Iterator[None]:
+        """The body of one rank; if it fails, nobody waits for it any longer."""
+        with self.turn:
+            try:
+                yield
+            except BaseException:
+                self.is_broken = True
+                self.turn.notify_all()
+                raise
 
 
 class ThreadGroup(Group):
@@ -84,16 +107,13 @@ class ThreadGroup(Group):
         return torch.stack(self.meeting.exchange(self.rank, x.clone()))
 
 
-def run_ranks(size: int, body: Callable[[Group], T]) -> list[T]:
+def run_ranks(size: int, body: Callable[[ThreadGroup], T]) -> list[T]:
     """Run `body` as every rank of a group of `size`; return what each returned."""
     meeting = Meeting(size)
 
     def guarded(rank: int) -> T:
-        try:
+        with meeting.taking_turns():
             return body(ThreadGroup(rank, meeting))
-        except BaseException:
-            meeting.barrier.abort()
-            raise
 
     with ThreadPoolExecutor(size) as pool:
         return [future.result() for future in [pool.submit(guarded, r) for r in range(size)]]
@@ -103,7 +123,7 @@ def run_ranks(size: int, body: Callable[[Group], T]) -> list[T]:
 class Rank:
     """One rank's model and buffers."""
 
-    group: Group
+    group: ThreadGroup
     ops: Ops
     model: Model
     cache: KVCache
@@ -154,6 +174,7 @@ class LocalEngine:
         policy_of: Callable[[], DraftPolicy | None] = lambda: None,
         state_dtype: str = "float32",
         random_padding: bool = False,
+        num_token_ids: int = 0,
     ) -> None:
         self._attn, self.ops_of, self.tracer_of = attn, ops_of, tracer_of
         self.config = model if isinstance(model, ModelConfig) else read_model_config(model)
@@ -179,6 +200,7 @@ class LocalEngine:
             states = 2 * max_requests if num_states is None else num_states
             self._scheduling["num_states"] = states
         self._state_dtype = torch_dtype(state_dtype)
+        self._num_token_ids = num_token_ids
         self.num_preemptions = 0
         self.num_cached_tokens: list[int] = []
         self.ranks = run_ranks(tp, self._build_rank)
@@ -251,26 +273,21 @@ class LocalEngine:
         """
 
         def run(rank: Rank) -> StepOutput:
-            try:
-                rank.logits.clear()
-                output = rank.runner.step(plan)
-                if isinstance(output, StepOutput):
-                    return output
-                kinds = rank.runner._slots.sampling
-                if (
-                    rank.runner._decode is not None
-                    and plan.rows.decode_only
-                    and kinds.want_only_tokens(plan.rows.slot)
-                ):
-                    used = used_places(plan)
-                    is_shown = self._device.type == "cpu"
-                    logits = torch.cat(rank.logits)[used] if is_shown else torch.empty(len(used), 0)
-                    rank.logits[:] = [logits]
-                return StepOutput(output.tokens, output.logprobs, counts=output.counts)
-            except BaseException:
-                if isinstance(rank.group, ThreadGroup):
-                    rank.group.meeting.barrier.abort()
-                raise
+            rank.logits.clear()
+            output = rank.runner.step(plan)
+            if isinstance(output, StepOutput):
+                return output
+            kinds = rank.runner._slots.sampling
+            if (
+                rank.runner._decode is not None
+                and plan.rows.decode_only
+                and kinds.want_only_tokens(plan.rows.slot)
+            ):
+                used = used_places(plan)
+                is_shown = self._device.type == "cpu"
+                logits = torch.cat(rank.logits)[used] if is_shown else torch.empty(len(used), 0)
+                rank.logits[:] = [logits]
+            return StepOutput(output.tokens, output.logprobs, counts=output.counts)
 
         outputs = self._everywhere(run)
         assert all(output == outputs[0] for output in outputs)
@@ -313,8 +330,13 @@ class LocalEngine:
     def _everywhere(self, body: Callable[[Rank], T]) -> list[T]:
         if len(self.ranks) == 1:
             return [body(self.ranks[0])]
+
+        def in_turn(rank: Rank) -> T:
+            with rank.group.meeting.taking_turns():
+                return body(rank)
+
         with ThreadPoolExecutor(len(self.ranks)) as pool:
-            return list(pool.map(body, self.ranks))
+            return list(pool.map(in_turn, self.ranks))
 
     def _request(
         self,
@@ -334,7 +356,7 @@ class LocalEngine:
         )
 
     @torch.inference_mode()
-    def _build_rank(self, group: Group) -> Rank:
+    def _build_rank(self, group: ThreadGroup) -> Rank:
         device = self._device
         ops = dispatch.resolve(device, self.config.head_dim, self._attn)
         ops = self.ops_of(group.rank, ops)
@@ -354,7 +376,7 @@ class LocalEngine:
         shape, windows, is_hybrid = self._shape(group.rank), self._windows(), states is not None
         kinds = {"is_hybrid": is_hybrid, "speculates": self._num_drafts > 0}
         builder = BatchBuilder(ops, slots, shape, windows, **kinds)
-        sampler = Sampler(ops, group, self.partition, 0)
+        sampler = Sampler(ops, group, self.partition, self._num_token_ids)
         owners = (cache, states, slots) if states is not None else (cache, slots)
         pool = GraphPool(device, group, owners, "" if self._graphs else "eager")
         decode = None

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tests.demo_oracle import parsed_once
 from tests.tiny import write_checkpoint
 from unisono.launcher.demo_model import demo_model_path
 
@@ -107,7 +108,8 @@ def demo_oracle() -> Any:
 def oracle_of(path: Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    with parsed_once():
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def long_model(directory: Path) -> str:

@@ -14,6 +14,8 @@ from tests.end_to_end.command import json_lines, run
 
 PROMPTS = [
     "What is the capital of France?",
+    "안녕하세요! 한국어로 대답해 주세요.",
+    "What does the emoji 🦊 mean?",
     "Write a haiku about the sea.",
     "Explain recursion to a child.",
     "List three uses of copper.",
@@ -25,82 +27,103 @@ PROMPTS = [
     "What is 17 + 25?",
     "Summarise: The quick brown fox jumps over the lazy dog. The dog sleeps on.",
     "Name the planets in order.",
-    "안녕하세요! 한국어로 대답해 주세요.",
     "Schreibe einen Satz auf Deutsch.",
-    "What does the emoji 🦊 mean?",
     "Compare cats and dogs in two sentences.",
     "How do I reverse a list in Python?",
     "Tell me a joke about computers.",
     "What year did the first person walk on the moon?",
     "Complete the sentence: Once upon a time, in a small village by a river,",
 ]
-TOKENS = 40
-FEWER = 24
-"""Tokens of an answer on several ranks: past the 64th position for most prompts."""
+FEW = 8
+"""Of PROMPTS, which several ranks answer."""
+TOKENS = 24
+"""Of an answer: past the 64th position for most prompts."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python")
 
 
 @pytest.fixture(scope="module")
-def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("demo") / "prompts.txt"
-    path.write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
-    return path
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
 
 
-def generate(prompts_file: Path, tp: int, tokens: int) -> list[Any]:
+def prompts_file(directory: Path, count: int) -> str:
+    path = directory / f"{count}.txt"
+    path.write_text("\n".join(PROMPTS[:count]) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def generate(directory: Path, count: int, tp: int, tokens: int, *options: str) -> list[Any]:
     limits = ("--max-tokens", str(tokens), "--tp", str(tp))
-    asked = ("--prompts-file", str(prompts_file), "--dtype", "float32", "--json")
-    answers = json_lines(run("generate", "demo", *asked, *limits)[0])
-    assert [answer["index"] for answer in answers] == list(range(len(PROMPTS)))
+    asked = ("--prompts-file", prompts_file(directory, count), "--dtype", "float32", "--json")
+    answers = json_lines(run("generate", "demo", *asked, *limits, *options)[0])
+    assert [answer["index"] for answer in answers] == list(range(count))
     return answers
 
 
+def chat_ids(prompt: str) -> list[int]:
+    _, tokenizer = demo_oracle()
+    chat = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+
+
+def token_ids(answers: list[Any]) -> list[list[int]]:
+    return [answer["token_ids"] for answer in answers]
+
+
 @pytest.fixture(scope="module")
-def on_two_ranks(prompts_file: Path) -> list[Any]:
-    return generate(prompts_file, 2, FEWER)
+def on_two_ranks(directory: Path) -> list[Any]:
+    probabilities = ("--logprobs", "5", "--prompt-logprobs", "5")
+    return generate(directory, FEW, 2, TOKENS, *probabilities)
 
 
 @pytest.mark.timeout(400)
 def test_twenty_answers_equal_transformers_on_one_two_and_three_ranks(
-    prompts_file: Path, on_two_ranks: list[Any]
+    directory: Path, on_two_ranks: list[Any]
 ) -> None:
+    """Of which several ranks give the first; asked for with log-probabilities or without."""
+    alone = generate(directory, len(PROMPTS), 1, TOKENS)
+    check_greedy(alone, TOKENS)
+    for ranks in (on_two_ranks, generate(directory, FEW, 3, TOKENS)):
+        assert token_ids(ranks) == token_ids(alone[:FEW])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_all_twenty_on_any_rank_count_and_longer(directory: Path) -> None:
+    alone, *others = (generate(directory, len(PROMPTS), tp, 40) for tp in (1, 2, 3))
+    check_greedy(alone, 40)
+    for ranks in others:
+        assert token_ids(ranks) == token_ids(alone)
+
+
+def check_greedy(answers: list[Any], most: int) -> None:
     """Every token is the one that transformers finds likeliest after the same text.
 
     By induction that is its greedy answer: one forward over prompt and answer has the logits of
     every step.
     """
     model, tokenizer = demo_oracle()
-    alone = generate(prompts_file, 1, TOKENS)
-    for prompt, answer in zip(PROMPTS, alone, strict=True):
-        ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True
-        )["input_ids"]
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        ids, tokens = chat_ids(prompt), answer["token_ids"]
         assert answer["usage"]["prompt_tokens"] == len(ids)
-        tokens = answer["token_ids"]
         with torch.no_grad():
             logits = model(torch.tensor([ids + tokens])).logits[0]
         assert tokens == logits[len(ids) - 1 : -1].argmax(-1).tolist(), prompt
         ended = tokens[-1] == tokenizer.eos_token_id
-        assert ended or len(tokens) == TOKENS
+        assert ended or len(tokens) == most
         assert answer["finish_reason"] == ("stop" if ended else "length")
         assert answer["text"] == tokenizer.decode(tokens, skip_special_tokens=True)
-    for ranks in (on_two_ranks, generate(prompts_file, 3, FEWER)):
-        assert [a["token_ids"] for a in ranks] == [a["token_ids"][:FEWER] for a in alone]
 
 
 @pytest.mark.timeout(200)
-def test_log_probabilities_are_those_of_transformers(prompts_file: Path) -> None:
+def test_log_probabilities_are_those_of_transformers(on_two_ranks: list[Any]) -> None:
     """Of every token but the prompt's first: log softmax of its logits, teacher forced, and the
     likeliest five where gaps allow; as many as tokens, and of a greedy answer each the best."""
-    model, tokenizer = demo_oracle()
-    few = prompts_file.with_name("two.txt")
-    few.write_text("\n".join((PROMPTS[0], PROMPTS[12])) + "\n", encoding="utf-8")
-    options = ("--logprobs", "5", "--prompt-logprobs", "5", "--max-tokens", "12", "--json", "--raw")
-    where = ("--prompts-file", str(few), "--dtype", "float32", "--tp", "2")
-    for answer in json_lines(run("generate", "demo", *options, *where)[0]):
+    model, _ = demo_oracle()
+    for prompt, answer in zip(PROMPTS[:3], on_two_ranks, strict=False):
         first, *entries = answer["prompt_logprobs"] + answer["logprobs"]
         assert first is None
-        ids = tokenizer(answer["prompt"])["input_ids"]
+        ids = chat_ids(prompt)
         assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"] == len(ids)
         assert len(answer["logprobs"]) == answer["usage"]["completion_tokens"]
         ids += answer["token_ids"]
@@ -122,15 +145,14 @@ def test_log_probabilities_are_those_of_transformers(prompts_file: Path) -> None
 
 @pytest.mark.timeout(200)
 def test_torchrun_gives_the_answer_of_our_launcher(
-    prompts_file: Path, on_two_ranks: list[Any]
+    directory: Path, on_two_ranks: list[Any]
 ) -> None:
-    few = prompts_file.with_name("few.txt")
-    few.write_text("\n".join(PROMPTS[:4]) + "\n", encoding="utf-8")
-    limits = ("--max-tokens", str(FEWER), "--dtype", "float32", "--json")
+    limits = ("--max-tokens", "8", "--dtype", "float32", "--json")
     command = (*TORCHRUN, "--nproc-per-node", "2", sys.executable, "-m", "unisono")
-    out, err = run("generate", "demo", "--prompts-file", str(few), *limits, command=command)
+    file = prompts_file(directory, 2)
+    out, err = run("generate", "demo", "--prompts-file", file, *limits, command=command)
     assert "launched by torchrun, rank 0 of 2" in err
-    assert [a["token_ids"] for a in json_lines(out)] == [a["token_ids"] for a in on_two_ranks[:4]]
+    assert token_ids(json_lines(out)) == [ids[:8] for ids in token_ids(on_two_ranks[:2])]
 
 
 def test_the_demo_says_paris_on_two_ranks() -> None:
@@ -143,16 +165,11 @@ def test_llm_in_a_script_without_a_main_guard(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from unisono import LLM, SamplingParams\n"
-        "with LLM('demo', tp=2) as llm:\n"
+        "with LLM('tiny-mtp', tp=2) as llm:\n"
         "    params = SamplingParams(max_tokens=10)\n"
-        "    question = {'role': 'user', 'content': 'What is the capital of France?'}\n"
-        "    first = llm.chat([question], params)\n"
-        "    print(first.text)\n"
-        "    answers = llm.generate(['The sea is', 'One, two, three,'], params)\n"
-        "    again = llm.generate('The sea is', params)\n"
+        "    answers = llm.generate(['def read(', 'class Reader:'], params)\n"
+        "    again = llm.generate('def read(', params)\n"
         "    print(answers[0].token_ids == again[0].token_ids, len(answers))\n"
     )
     out, _ = run(str(script), command=(sys.executable,))
-    lines = out.splitlines()
-    assert "Paris" in lines[0]
-    assert lines[-1] == "True 2"
+    assert out == "True 2\n"

@@ -54,14 +54,14 @@ def test_a_crash_is_replayed_with_its_states(model: str, tmp_path: Path) -> None
 
 
 def test_drafts_change_the_speed_and_not_the_answer(tmp_path: Path) -> None:
-    """Seeded, on two ranks; the closing line tells how many were right, and on one a step with
-    drafts is replayed without them."""
+    """Seeded; the closing line tells how many were right, and a step with drafts is replayed
+    without them. On two ranks: tests/end_to_end/test_tiny_mtp.py."""
     path = tmp_path / "model"
     write_copying_mtp("qwen3.5", path, wrong=range(60, 120))
     byte_level_tokenizer().save(str(path / "tokenizer.json"))
     asked = ("generate", str(path), "hello", "good day", "--raw", "--ignore-eos")
     limits = ("--max-tokens", "30", "--max-model-len", "100", "--json")
-    drawn = ("--temperature", "0.7", "--seed", "5", "--tp", "2")
+    drawn = ("--temperature", "0.7", "--seed", "5")
     plain, _ = run(*asked, *limits, *drawn)
     drafted, err = run(*asked, *limits, *drawn, "--speculate", "3")
     answers = json_lines(drafted)

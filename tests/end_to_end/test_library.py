@@ -13,7 +13,8 @@ from tests.end_to_end.command import json_lines, run
 from unisono import LLM, SamplingParams
 from unisono.models.config import ConfigError
 
-PROMPTS = ("The sea is", "One, two, three,")
+MODEL = "tiny-mtp"
+PROMPTS = ("def read(self, path):", "class Reader:")
 SHORT = SamplingParams(max_tokens=12)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
@@ -35,7 +36,7 @@ async def cancelled(llm: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo", max_model_len=256) as llm:
+    with LLM(MODEL, max_model_len=256) as llm:
         yield llm
 
 
@@ -86,7 +87,7 @@ def test_lower_priority_goes_first(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     out, _ = run(
-        *("generate", "demo", "--raw", "--json", "--prompts-file", str(file), "--priority", "9"),
+        *("generate", MODEL, "--raw", "--json", "--prompts-file", str(file), "--priority", "9"),
         *("--max-requests", "1", "--max-tokens", "8", "--max-model-len", "64"),
     )
     answers = json_lines(out)

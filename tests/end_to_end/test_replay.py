@@ -103,7 +103,7 @@ def planted(original, self, plan):
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.soak), "2"])
 def test_a_rank_that_dies_without_a_word_leaves_a_flight(
     model: str, tmp_path: Path, ranks: str
 ) -> None:

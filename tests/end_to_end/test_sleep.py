@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.command import plant
+from tests.rig import LocalEngine
 from tests.tiny import random_ids, write_checkpoint
 from tests.tiny_tokenizers import byte_level_tokenizer
 from unisono import LLM, SamplingParams
@@ -24,12 +25,13 @@ from unisono.models.config import ConfigError
 from unisono.models.headers import CheckpointError
 from unisono.runtime.protocol import WorkerLost
 
+Tokens = tuple[int, ...]
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 FIRST = SamplingParams(max_tokens=2, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, top_p=0.9, seed=5)
 PROMPTS = [random_ids(length, seed=length) for length in (3, 70, 80)]
-OPTIONS = {"max_requests": 2, "max_step_tokens": 64, "max_model_len": 128}
+OPTIONS = {"max_requests": 3, "max_step_tokens": 64, "max_model_len": 128}
 SLOW = """def planted(original, self, plan):
     import gc, time
     time.sleep(0.01)
@@ -54,22 +56,23 @@ RANK_1_FAILS = """def planted(original, self, path, load_format):
 
 @dataclass
 class Served:
-    """An engine with the weights `own`, and what it and one with `other` answer undisturbed."""
+    """An engine with the weights `own`, and what one with them or `other` answers undisturbed."""
 
     llm: LLM
     own: str
     other: str
-    want: dict[str, list[str]]
-    """Digests of greedy, then of seeded answers, by weights."""
+    want: dict[str, list[Tokens]]
+    """Greedy, then seeded answers, by weights."""
     tp: int
 
-    def ask(self) -> list[str]:
-        return digests(self.llm)
+    def ask(self) -> list[Tokens]:
+        answers = self.llm.generate(PROMPTS, GREEDY) + self.llm.generate(PROMPTS[1:], SEEDED)
+        return [answer.token_ids for answer in answers]
 
     @contextmanager
-    def asked(self) -> Iterator[list[str]]:
+    def asked(self) -> Iterator[list[Tokens]]:
         """Ask in another thread, and go on in the middle of it; the list is filled at the end."""
-        got: list[str] = []
+        got: list[Tokens] = []
         failed: list[BaseException] = []
 
         def ask() -> None:
@@ -91,10 +94,18 @@ class Served:
         assert rest
 
 
-def digests(llm: LLM) -> list[str]:
-    answers = llm.generate(PROMPTS, GREEDY) + llm.generate(PROMPTS[1:], SEEDED)
+def undisturbed(path: str, tp: int) -> list[Tokens]:
+    """What an engine inside this process answers, with nothing beside it."""
+    num_token_ids = byte_level_tokenizer().get_vocab_size()
+    engine = LocalEngine(Path(path), tp=tp, max_model_len=128, num_token_ids=num_token_ids)
+    asked = [*PROMPTS, *PROMPTS[1:]]
+    params = [GREEDY] * len(PROMPTS) + [SEEDED] * len(PROMPTS[1:])
+    answers = [
+        engine.generate([prompt], TOKENS, params=[each])[0]
+        for prompt, each in zip(asked, params, strict=True)
+    ]
     assert all(len(answer.token_ids) == TOKENS for answer in answers)
-    return [answer.digest for answer in answers]
+    return [tuple(answer.token_ids) for answer in answers]
 
 
 def checkpoint(name: str, directory: Path, seed: int) -> str:
@@ -136,25 +147,21 @@ def served(
     with pytest.MonkeyPatch.context() as patch, a_core_each(tp):
         for key, value in plant(tmp_path_factory.mktemp("site"), None, patches).items():
             patch.setenv(key, value)
-        want = {}
-        with LLM(other, tp=tp, **OPTIONS) as llm:
-            want[other] = digests(llm)
+        want = {path: undisturbed(path, tp) for path in (own, other)}
+        assert not {*want[own]} & {*want[other]}
         with LLM(own, tp=tp, **OPTIONS) as llm:
-            want[own] = digests(llm)
-            assert not set(want[own]) & set(want[other])
             yield Served(llm, own, other, want, tp)
 
 
-@pytest.mark.parametrize("levels", [(1,), (1, 2, 1)], ids=str)
-def test_answers_are_those_of_an_undisturbed_run(served: Served, levels: Sequence[int]) -> None:
+def test_answers_are_those_of_an_undisturbed_run(served: Served) -> None:
     """Twice in a row, and what is asked while it sleeps waits."""
 
     def ask_late(answers: list[Answer]) -> None:
         answers.extend(served.llm.generate([PROMPTS[1]], FIRST, priority=-1))
 
-    digests_of_late = []
+    late_tokens = []
     with served.asked() as got:
-        for _ in range(2):
+        for levels in ((1,), (1, 2, 1)):
             for level in levels:
                 check_pause(served.llm.sleep, level)
             late: list[Answer] = []
@@ -164,11 +171,10 @@ def test_answers_are_those_of_an_undisturbed_run(served: Served, levels: Sequenc
             assert waiting.is_alive(), "answered asleep"
             check_pause(served.llm.wake)
             waiting.join()
-            digests_of_late.append(late[0].digest)
+            late_tokens.append(late[0].token_ids)
             assert not got, "all was answered before: nothing was disturbed"
     assert got == served.want[served.own]
-    [undisturbed] = served.llm.generate([PROMPTS[1]], FIRST)
-    assert digests_of_late == [undisturbed.digest] * 2
+    assert late_tokens == [served.want[served.own][1][:2]] * 2
 
 
 def test_in_the_wrong_state_nothing_happens(served: Served) -> None:
@@ -176,7 +182,7 @@ def test_in_the_wrong_state_nothing_happens(served: Served) -> None:
     with pytest.raises(ConfigError, match=r"^sleep level 3: choose 1 .* or 2 \(the weights too\)$"):
         served.llm.sleep(3)
     [answer] = served.llm.generate([PROMPTS[1]], GREEDY)
-    assert answer.digest == served.want[served.own][1]
+    assert answer.token_ids == served.want[served.own][1]
 
 
 def test_the_twins_for_coroutines(served: Served) -> None:
@@ -190,7 +196,7 @@ def test_the_twins_for_coroutines(served: Served) -> None:
         return await task
 
     want = served.want[served.own][: len(PROMPTS)]
-    assert [answer.digest for answer in asyncio.run(nap())] == want
+    assert [answer.token_ids for answer in asyncio.run(nap())] == want
 
 
 @pytest.mark.parametrize("level", [0, 2])
@@ -210,23 +216,23 @@ def test_other_weights_answer_as_a_fresh_engine_with_them(served: Served, level:
     for _ in range(2):
         [warm] = served.llm.generate([PROMPTS[1]], GREEDY)
     assert warm.num_cached_tokens == 64
-    assert warm.digest == served.want[served.own][1]
+    assert warm.token_ids == served.want[served.own][1]
     with served.asked():
         if level:
             served.llm.sleep(level)
         served.llm.reload_weights(served.other)
         served.llm.wake()
         [cold] = served.llm.generate([PROMPTS[2]], GREEDY)
-    assert cold.digest == served.want[served.other][2]
+    assert cold.token_ids == served.want[served.other][2]
     assert served.ask() == served.want[served.other]
     served.llm.sleep(2)
     served.llm.wake()
     [woken] = served.llm.generate([PROMPTS[1]], GREEDY)
-    assert woken.digest == served.want[served.other][1]
+    assert woken.token_ids == served.want[served.other][1]
     served.llm.reload_weights(served.own)
     [again] = served.llm.generate([PROMPTS[1]], GREEDY)
     assert again.num_cached_tokens == 0
-    assert again.digest == served.want[served.own][1]
+    assert again.token_ids == served.want[served.own][1]
 
 
 def test_other_weights_go_on_from_the_tokens_so_far(served: Served) -> None:
@@ -332,14 +338,16 @@ def test_the_memory_goes_back_to_the_host() -> None:
         children = psutil.Process().children(recursive=True)
         return sum(child.memory_info().rss for child in children) >> 20
 
+    question = [{"role": "user", "content": "What is the capital of France?"}]
     with LLM("demo", max_model_len=256) as llm:
-        [want] = llm.generate(["The sea is"], SamplingParams(max_tokens=4))
+        want = llm.chat(question, SamplingParams(max_tokens=8))
         before = held()
         llm.sleep(2)
         asleep = held()
         llm.wake()
-        [got] = llm.generate(["The sea is"], SamplingParams(max_tokens=4))
+        got = llm.chat(question, SamplingParams(max_tokens=8))
     assert before - asleep > 400
+    assert "Paris" in want.text
     assert got.digest == want.digest
 
 

@@ -42,7 +42,7 @@ def test_drafts_change_no_answer(plain, drafted) -> None:
 @pytest.mark.parametrize("way", [("--tp", "2"), ("--dtype", "bfloat16")], ids=" ".join)
 def test_nor_do_they_drawn_on_ranks_or_in_bf16(way: tuple[str, str]) -> None:
     drawn = ("--temperature", "0.8", "--top-p", "0.95", "--seed", "3", *way)
-    few = ("generate", "tiny-mtp", *PROMPTS[:3], "--max-tokens", "40", "--json", *drawn)
+    few = ("generate", "tiny-mtp", *PROMPTS[:3], "--max-tokens", "24", "--json", *drawn)
     without, with_drafts = (
         json_lines(run(*few, "--speculate", count)[0]) for count in ("off", "3")
     )
