@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from inspect import ismodule
 from typing import Any
 
 import pytest
@@ -107,6 +109,42 @@ def _keep_spread_masks() -> None:
     interpreter.InterpreterBuilder.create_splat = spread_and_mend
 
 
+def _patch_the_language_once() -> None:
+    """Have the interpreter replace the functions of the language once in a run of a kernel, and not
+    again for each call of a function in it: that took a third of the time of these tests."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    replaced: set[str] = set()
+    """Modules of the language, while a kernel runs."""
+
+    @cache
+    def modules_of(fn: Any) -> frozenset[str]:
+        known = {language.__name__, language.core.__name__}
+        return (
+            frozenset(each.__name__ for each in fn.__globals__.values() if ismodule(each)) & known
+        )
+
+    def patch_what_is_left(fn: Any) -> Any:
+        if modules_of(fn) <= replaced:
+            return interpreter._LangPatchScope()
+        is_start, scope = not replaced, patch(fn)
+        replaced.update(modules_of(fn))
+        restore = scope.restore
+
+        def restore_and_forget() -> None:
+            replaced.clear()
+            restore()
+
+        if is_start:
+            scope.restore = restore_and_forget
+        return scope
+
+    interpreter._patch_lang = patch_what_is_left
+
+
 if not IS_GPU:
+    _patch_the_language_once()
     _let_loops_count()
     _keep_spread_masks()

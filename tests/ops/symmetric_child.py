@@ -14,7 +14,7 @@ import torch
 from unisono.ops.comm import PeerLost, ordered_sum
 from unisono.ops.symmetric import Layout, Symmetric
 
-ROUNDS = 12
+ROUNDS = 8
 
 
 def main(directory: str, rank: int, ranks: int, role: str) -> int:
