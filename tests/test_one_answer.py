@@ -753,11 +753,11 @@ def test_model_alone_and_in_company(checkpoint: Path, turn: int) -> None:
     tp, dtype = ranks_of(checkpoint, turn), ("float32", "bfloat16")[turn]
     prompts = [random_ids(count, seed=count) for count in (1, 2, 12, 63, 64, 65, 90, 100)]
     engine = LocalEngine(checkpoint, tp=tp, dtype=dtype, max_model_len=128)
-    solo = [engine.generate([prompt], max_tokens=10)[0] for prompt in prompts]
+    solo = [engine.generate([prompt], max_tokens=6)[0] for prompt in prompts]
     for max_step_tokens in (64, 150, 2048):
         limits = {"max_step_tokens": max_step_tokens, "max_requests": 5}
         arrivals = [random.randint(0, 6) for _ in prompts]
-        answers = engine.generate(prompts, max_tokens=10, arrivals=arrivals, scheduling=limits)
+        answers = engine.generate(prompts, max_tokens=6, arrivals=arrivals, scheduling=limits)
         for alone, answer in zip(solo, answers, strict=True):
             assert answer.token_ids == alone.token_ids
             assert_same_bits("logits", torch.stack(answer.logits), torch.stack(alone.logits))

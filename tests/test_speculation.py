@@ -167,17 +167,26 @@ def test_ranks_whose_logits_differ_choose_and_accept_alike(erring: tuple[Path, C
     assert 0 < sum(map(sum, engine.accepted)) < sum(map(sum, engine.drafted))
 
 
+UP_TO_64: dict[str, Any] = {"tp": 2, "max_model_len": 64}
+NEAR_64 = (*range(57, 64), 3)
+
+
+@pytest.fixture(scope="module")
+def to_the_end(erring: tuple[Path, Copying]) -> dict[int, Answer]:
+    """Answers without drafts that end at the limit, by their prompts' lengths."""
+    answers = LocalEngine(erring[0], **UP_TO_64).generate(prompts(NEAR_64), max_tokens=100)
+    return dict(zip(NEAR_64, answers, strict=True))
+
+
 @pytest.mark.parametrize("prompt_length", range(57, 64))
 def test_drafts_stop_at_the_longest_request(
-    erring: tuple[Path, Copying], prompt_length: int
+    erring: tuple[Path, Copying], to_the_end: dict[int, Answer], prompt_length: int
 ) -> None:
     """B14: near the limit every rank drafts as many, or none; 64 is a block's border, too."""
     path, _ = erring
     asked = prompts((prompt_length, 3))
-    options: dict[str, Any] = {"tp": 2, "max_model_len": 64}
-    plain = LocalEngine(path, **options).generate(asked, max_tokens=100)
-    answers = LocalEngine(path, num_drafts=4, **options).generate(asked, max_tokens=100)
-    same(answers, plain)
+    answers = LocalEngine(path, num_drafts=4, **UP_TO_64).generate(asked, max_tokens=100)
+    same(answers, [to_the_end[prompt_length], to_the_end[3]])
     assert [answer.reason for answer in answers] == ["length"] * 2
     assert len(answers[0].token_ids) == 64 - prompt_length
 

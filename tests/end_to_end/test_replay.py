@@ -62,7 +62,7 @@ def test_a_rank_that_raises_leaves_a_flight_that_shows_it_again(model: str, tmp_
     assert again["step"] == 7
     assert again["fault"] == "rank 1 failed in phase 'step' (step 7): ValueError: planted in a step"
     assert [row["replayed"] for row in again["rows"]] == [None, None]
-    healthy = replay(file)
+    healthy = replay(file, "--tp", "1")
     assert healthy["fault"] == ""
     assert [row["recorded"] for row in healthy["rows"]] == [[], []]
     out, err = run("replay", str(file), "--step", "6", "--tp", "1")
@@ -82,7 +82,7 @@ def planted(original, self, plan):
     if plan.step == 5: tokens[1] ^= 1
     return StepOutput(tokens, None)"""
     _, file = crash(model, tmp_path, plant(tmp_path, None, {STEP: source}), "--tp", "2")
-    found = replay(file, "--step", "5", code=1)
+    found = replay(file, "--step", "5", "--tp", "1", code=1)
     assert [row["equal"] for row in found["rows"]] == [True, False]
     [wrong] = [row for row in found["rows"] if not row["equal"]]
     assert wrong["recorded"] == [wrong["replayed"] ^ 1]
@@ -114,7 +114,7 @@ def planted(original, self, plan):
     env = plant(tmp_path, int(ranks) - 1, {STEP: source})
     _, file = crash(model, tmp_path, env, "--tp", ranks)
     assert read_flight(file).find(None).plan.step == 9
-    found = replay(file, "--step", "8")
+    found = replay(file, "--step", "8", "--tp", "1")
     assert [row["equal"] for row in found["rows"]] == [True, True]
 
 

@@ -80,10 +80,10 @@ LONGER = ("--load-format", "random", "--prompts", "4", "--max-tokens", "24", "--
 ALONE = ("--batch", "1", "--chunk", "none", "--prefix-cache", "off", "--pre-empt", "off")
 
 
-def test_answers_are_the_same_where_ranks_sleep_and_load_again(tmp_path: Path) -> None:
+def test_answers_are_the_same_where_a_rank_sleeps_and_loads_again(tmp_path: Path) -> None:
     """Both by default. Weights of a bare config are made again, the same."""
     env = plant(tmp_path, None, {"unisono.workers.model_runner:ModelRunner.step": SLOW})
-    out, _ = run("verify", model(tmp_path), "--tp", "2", *ALONE, *LONGER, env=env)
+    out, _ = run("verify", model(tmp_path), *ALONE, *LONGER, env=env)
     report = json.loads(out)
     assert report["ok"]
     assert [entry["label"] for entry in report["settings"]] == [
