@@ -127,8 +127,12 @@ def a_core_each(tp: int) -> Iterator[None]:
 
 @pytest.fixture(
     scope="module",
-    params=[("qwen3", 1), ("llama-untied-1003", 2), ("qwen3.5", 2)],
-    ids=["qwen3", "llama on 2 ranks", "qwen3.5 on 2 ranks"],
+    params=[
+        pytest.param(("llama-untied-1003", 1), id="llama"),
+        pytest.param(("qwen3.5", 2), id="qwen3.5 on 2 ranks"),
+        pytest.param(("llama-untied-1003", 2), id="llama on 2 ranks", marks=pytest.mark.soak),
+        pytest.param(("qwen3", 1), id="qwen3", marks=pytest.mark.soak),
+    ],
 )
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -39,8 +39,13 @@ def test_drafts_change_no_answer(plain, drafted) -> None:
     assert re.search(r"\d\.\d\d tokens a step \(drafts right: \d+ %, \d+ %, \d+ %\)", err)
 
 
-@pytest.mark.parametrize("way", [("--tp", "2"), ("--dtype", "bfloat16")], ids=" ".join)
-def test_nor_do_they_drawn_on_ranks_or_in_bf16(way: tuple[str, str]) -> None:
+RANKS, BF16 = ("--tp", "2"), ("--dtype", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "way", [RANKS + BF16, *(pytest.param(way, marks=pytest.mark.soak) for way in (RANKS, BF16))]
+)
+def test_nor_do_they_drawn_on_ranks_or_in_bf16(way: tuple[str, ...]) -> None:
     drawn = ("--temperature", "0.8", "--top-p", "0.95", "--seed", "3", *way)
     few = ("generate", "tiny-mtp", *PROMPTS[:3], "--max-tokens", "24", "--json", *drawn)
     without, with_drafts = (
