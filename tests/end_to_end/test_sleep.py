@@ -35,8 +35,11 @@ OPTIONS = {"max_requests": 3, "max_step_tokens": 64, "max_model_len": 128}
 SLOW = """def planted(original, self, plan):
     import gc, time
     time.sleep(0.01)
-    assert len(gc.get_objects()) < 5000 < gc.get_freeze_count(), "garbage collection takes long"
+    assert len(gc.get_objects()) < 5000, "garbage collection takes long"
+    if plan.step % 64 == 0:
+        assert gc.get_freeze_count() > 5000
     return original(self, plan)"""
+"""Counting what is frozen takes longer than a step: now and then."""
 NOTHING_IN_IT = """def planted(original, self, count):
     original(self, count)
     tensors = getattr(self, "_tensors", None)
