@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.chances import LIMIT, chi_square_deviation
 from tests.closeness import assert_same_bits
 from tests.copying import Copying, write_copying_mtp
 from tests.rig import Answer, LocalEngine
@@ -349,20 +350,7 @@ def test_drafted_tokens_are_drawn_from_the_exact_distribution(
         drafted += sum(map(sum, engine.drafted))
         accepted += sum(map(sum, engine.accepted))
     assert accepted > 0.8 * drafted
-    assert set(seen) <= set(exact)
-    rare = [said for said, odds in exact.items() if odds * num_draws < 5]
-    cells = [([said], odds) for said, odds in exact.items() if odds * num_draws >= 5]
-    if rare:
-        cells.append((rare, sum(exact[said] for said in rare)))
-    statistic = sum(
-        (sum(seen[said] for said in group) - num_draws * odds) ** 2 / (num_draws * odds)
-        for group, odds in cells
-    )
-    # Wilson and Hilferty: the cube root of chi-square over its freedom is nearly normal. Four
-    # deviations are passed once in 30,000 times.
-    free = len(cells) - 1
-    deviation = ((statistic / free) ** (1 / 3) - (1 - 2 / (9 * free))) / (2 / (9 * free)) ** 0.5
-    assert deviation < 4, (statistic, free)
+    assert chi_square_deviation(seen, exact, num_draws) < LIMIT
 
 
 def distribution(
@@ -379,6 +367,8 @@ def distribution(
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     lengths = (one(len(prompt), torch.int64), one(ids.shape[1], torch.int64))
     logits = penalize(logits, ids, *lengths, *map(one, penalties), 0)
+    for token, bias in params.logit_bias:
+        logits[:, token] += bias
     temperature, top_k = one(params.temperature), one(params.top_k, torch.int64)
     left = filter_logits(logits, temperature, top_k, one(params.top_p), one(params.min_p))
     odds = (left[0].double() / params.temperature).softmax(0)

@@ -53,6 +53,23 @@ def test_nor_do_they_drawn_on_ranks_or_in_bf16(way: tuple[str, str]) -> None:
     assert 0 < right < checked
 
 
+def test_rejection_is_for_requests_without_a_seed() -> None:
+    """Those draw anew each time, and more of their drafts are right; others keep their answer."""
+    few = ("generate", "tiny-mtp", *PROMPTS, "--max-tokens", "40", "--ignore-eos", "--json")
+    drawn = (*few, "--temperature", "0.8")
+    rejecting = ("--speculate", "3", "--accept", "rejection")
+    for asked in (few, (*drawn, "--seed", "3")):
+        want, got = (json_lines(run(*asked, *how)[0]) for how in ((), rejecting))
+        assert [each["digest"] for each in got] == [each["digest"] for each in want]
+    one, two = (json_lines(run(*drawn, *rejecting, "--tp", tp)[0]) for tp in ("1", "2"))
+    for first, second in zip(one, two, strict=True):
+        assert first["digest"] != second["digest"]
+        assert len(first["token_ids"]) == len(second["token_ids"]) == 40
+        assert sum(first["drafts"]["right"]) > 0
+    _, err = run(*few, "--accept", "rejection", code=2)
+    assert "--accept rejection: judges drafts, and --speculate off makes none" in err
+
+
 def test_more_than_two_drafts_in_five_are_right(drafted) -> None:
     answers, _ = drafted
     right, checked = (

@@ -27,6 +27,7 @@ from tests.rig import Answer, LocalEngine
 from tests.tiny import random_ids, write_checkpoint
 from unisono.ops.kernels import attention, delta_plan, delta_rule, draft_plan, short_conv
 from unisono.ops.table import Ops
+from unisono.runtime import sampling_wire
 from unisono.runtime.protocol import SamplingParams
 from unisono.runtime.speculation import DraftPolicy
 from unisono.workers import draft_steps
@@ -257,6 +258,25 @@ def test_what_needs_the_host_is_counted(erring: Path, monkeypatch: pytest.Monkey
     whys = {"sampling", "log-probabilities"}
     assert both.reasons("tail") == {"replay", "prompt tokens", *whys}
     assert both.reasons("forward") == {"replay", "prompt tokens"}
+
+
+def test_drafts_that_may_be_rejected_need_the_host_where_there_are_any(
+    erring: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps without such a request, or without drafts, are replayed; so is the model's part of the
+    others. Rejected or not: states and caches end as those of eager steps, byte for byte."""
+    monkeypatch.setattr(sampling_wire.os, "urandom", lambda count: bytes(range(count)))
+    for script, whys in (((2,), {"rejection sampling"}), ((0,), set())):
+        both = Both(erring, num_drafts=2, accept="rejection", policy_of=scripted(*script))
+        _count_as_replays(both, monkeypatch)
+        for params in (
+            [SamplingParams(), SamplingParams(temperature=0.9, seed=1)],
+            [SamplingParams(), SamplingParams(temperature=0.9)],
+        ):
+            assert both.reasons("tail") <= {"replay", "prompt tokens"}
+            both.generate(prompts((5, 9)), max_tokens=12, params=params)
+        assert both.reasons("tail") == {"replay", "prompt tokens", *whys}
+        assert both.reasons("forward") == {"replay", "prompt tokens"}
 
 
 def _count_as_replays(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ KINDS = [
         min_tokens=400,
         late_ids=(5, 100, 289),
     ),
+    SlotSampling(temperature=1.0, seed=2**62, rejects=1),
 ]
 HISTORY = 900
 NUM_IDS = 290
