@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from tests.rig import LocalEngine
 from tests.test_logprobs import of_tokens, reals
 from tests.test_speculation import VOCABULARY, changing, distribution, prompts, same
 from tests.tiny import random_ids, write_checkpoint
+from unisono.ops.kernels import gumbel, penalties, sampling
+from unisono.ops.table import Ops
 from unisono.runtime import sampling_wire
 from unisono.runtime.protocol import SamplingParams
 from unisono.workers import speculator
@@ -35,10 +39,22 @@ def erring(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(autouse=True)
+def known_luck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system gives requests without a seed is another number for each, but always so."""
+    system = SimpleNamespace(urandom=random.Random(0).randbytes)
+    monkeypatch.setattr(sampling_wire, "os", system)
+
+
 @pytest.fixture
 def same_luck(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests without a seed get the same one from the system every time."""
-    monkeypatch.setattr(sampling_wire.os, "urandom", lambda count: bytes(range(count)))
+    """The same number for all of them, every time."""
+    give_the_same_luck(monkeypatch)
+
+
+def give_the_same_luck(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = SimpleNamespace(urandom=lambda count: bytes(range(count)))
+    monkeypatch.setattr(sampling_wire, "os", system)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +78,12 @@ def test_tokens_are_drawn_from_the_exact_distribution(
     """Three tokens, of which two or three were drafted: chi-square over what can come of them
     together. The drafts come from other odds than the model's."""
     write_checkpoint("qwen3.5", tmp_path, mtp=True)
-    prompt = random_ids(9, VOCABULARY, seed=9)
     engine = LocalEngine(tmp_path, max_requests=256, num_blocks=256, **REJECTING)
+    assert_odds_are_kept(engine, recipe, num_draws)
+
+
+def assert_odds_are_kept(engine: LocalEngine, recipe: dict[str, Any], num_draws: int) -> None:
+    prompt = random_ids(9, VOCABULARY, seed=9)
     exact = {(): 1.0}
     for _ in range(3):
         exact = {
@@ -127,6 +147,28 @@ def test_the_number_of_ranks_decides_nothing(erring: Path) -> None:
     )
     for answers in others:
         assert [each.token_ids for each in answers] == [each.token_ids for each in one]
+
+
+@pytest.mark.usefixtures("same_luck")
+def test_the_kernels_of_a_gpu_draw_the_same(erring: Path) -> None:
+    """In the interpreter: they take the numbers of a step as it has them."""
+
+    def kernels(rank: int, ops: Ops) -> Ops:
+        return replace(
+            ops,
+            argmax_keys=sampling.argmax_keys,
+            add_noise=gumbel.add_noise,
+            noisy_argmax_keys=gumbel.noisy_argmax_keys,
+            add_bias=penalties.add_bias,
+        )
+
+    asked = prompts((1, 12))
+    params = [DRAWN, SamplingParams(temperature=0.9, top_p=0.9, logit_bias=((5, 1.0),))]
+    want, got = (
+        LocalEngine(erring, ops_of=ops_of, **REJECTING).generate(asked, 10, params=params)
+        for ops_of in (lambda rank, ops: ops, kernels)
+    )
+    assert [each.token_ids for each in got] == [each.token_ids for each in want]
 
 
 @pytest.mark.usefixtures("same_luck")

@@ -62,7 +62,7 @@ class Sampler:
             self._ops.chance(rows.seeds, rows.positions),
         )
         as_it_is = torch.ones_like(rows.temperature)
-        draws = (as_it_is, rows.seeds, rows.positions, 0, self._num_ids)
+        draws = (as_it_is, rows.seeds.contiguous(), rows.positions, 0, self._num_ids)
         keys = self._group.max(self._ops.noisy_argmax_keys(left, *draws))
         token_ids, is_nan = self._ops.unpack_keys(keys)
         refuse_nan(is_nan.tolist())

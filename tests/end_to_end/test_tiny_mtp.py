@@ -9,6 +9,7 @@ import re
 import pytest
 
 from tests.end_to_end.command import json_lines, run
+from unisono import LLM, SamplingParams
 
 PROMPTS = (
     "def read(self, path):",
@@ -79,6 +80,34 @@ def test_more_than_two_drafts_in_five_are_right(drafted) -> None:
     shares = [r / c for r, c in zip(right, checked, strict=True)]
     assert sum(right) / sum(checked) > 0.4, shares
     assert shares[0] > 0.5, shares
+
+
+def test_stop_strings_among_accepted_drafts_end_everything_at_one_token() -> None:
+    """B62, B63: with 7 drafts as with none, text, ids, log-probabilities and count end where the
+    earliest match does, in the first accepted token too; stops of one character among them."""
+    params = [
+        SamplingParams(max_tokens=60, logprobs=1, stop=stop, temperature=heat, seed=seed)
+        for stop in (("(",), ("zzz", "e"), ("self.", "self"), ("\n",), ("return", "et", "r"))
+        for heat, seed in ((0.0, None), (0.9, 2))
+    ]
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(params))]
+    answers = []
+    for speculate in ("off", "7"):
+        with LLM("tiny-mtp", speculate=speculate, max_model_len=256) as llm:
+            asked = zip(prompts, params, strict=True)
+            answers.append([llm.generate(prompt, each)[0] for prompt, each in asked])
+    stopped = 0
+    for plain, drafted, each in zip(*answers, params, strict=True):
+        assert drafted.text == plain.text
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.finish_reason == plain.finish_reason
+        assert drafted.logprobs == plain.logprobs
+        assert drafted.logprobs is not None
+        assert [entry.token_id for entry in drafted.logprobs] == list(drafted.token_ids)
+        assert not any(stop in drafted.text for stop in each.stop)
+        stopped += drafted.finish_reason == "stop"
+    assert stopped > len(params) // 2
+    assert len({len(each.token_ids) for each in answers[1]}) > 3
 
 
 def test_it_writes_what_looks_like_python(plain) -> None:

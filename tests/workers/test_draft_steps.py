@@ -24,10 +24,10 @@ from tests.copying import write_copying_mtp
 from tests.device_plans import with_device_plans
 from tests.ops import kernel_rig
 from tests.rig import Answer, LocalEngine
+from tests.test_rejection import give_the_same_luck
 from tests.tiny import random_ids, write_checkpoint
 from unisono.ops.kernels import attention, delta_plan, delta_rule, draft_plan, short_conv
 from unisono.ops.table import Ops
-from unisono.runtime import sampling_wire
 from unisono.runtime.protocol import SamplingParams
 from unisono.runtime.speculation import DraftPolicy
 from unisono.workers import draft_steps
@@ -265,7 +265,7 @@ def test_drafts_that_may_be_rejected_need_the_host_where_there_are_any(
 ) -> None:
     """Steps without such a request, or without drafts, are replayed; so is the model's part of the
     others. Rejected or not: states and caches end as those of eager steps, byte for byte."""
-    monkeypatch.setattr(sampling_wire.os, "urandom", lambda count: bytes(range(count)))
+    give_the_same_luck(monkeypatch)
     for script, whys in (((2,), {"rejection sampling"}), ((0,), set())):
         both = Both(erring, num_drafts=2, accept="rejection", policy_of=scripted(*script))
         _count_as_replays(both, monkeypatch)
