@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,19 +43,21 @@ def erring(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def known_luck(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the system gives requests without a seed is another number for each, but always so."""
-    system = SimpleNamespace(urandom=random.Random(0).randbytes)
-    monkeypatch.setattr(sampling_wire, "os", system)
+    give_luck(monkeypatch, random.Random(0).randbytes)
 
 
 @pytest.fixture
 def same_luck(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same number for all of them, every time."""
-    give_the_same_luck(monkeypatch)
+    give_luck(monkeypatch, always_the_same)
 
 
-def give_the_same_luck(monkeypatch: pytest.MonkeyPatch) -> None:
-    system = SimpleNamespace(urandom=lambda count: bytes(range(count)))
-    monkeypatch.setattr(sampling_wire, "os", system)
+def always_the_same(count: int) -> bytes:
+    return bytes(range(count))
+
+
+def give_luck(monkeypatch: pytest.MonkeyPatch, urandom: Callable[[int], bytes]) -> None:
+    monkeypatch.setattr(sampling_wire, "os", SimpleNamespace(urandom=urandom))
 
 
 @pytest.mark.parametrize(

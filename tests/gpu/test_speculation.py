@@ -13,7 +13,13 @@ from tests import talks
 from tests.closeness import assert_same_bits
 from tests.copying import write_copying_mtp
 from tests.rig import LocalEngine
-from tests.test_rejection import FEW_IDS, REJECTING, assert_odds_are_kept, give_the_same_luck
+from tests.test_rejection import (
+    FEW_IDS,
+    REJECTING,
+    always_the_same,
+    assert_odds_are_kept,
+    give_luck,
+)
 from tests.tiny import DRAFTING, random_ids, write_checkpoint
 from unisono.launcher.model_source import resolve_model
 from unisono.launcher.tokenizer import Tokenizer
@@ -166,7 +172,7 @@ def test_rejection_beside_graphs(
 ) -> None:
     """With the same luck as eager steps; who is promised an answer has it, and steps without a
     draft that may be rejected are replayed."""
-    give_the_same_luck(monkeypatch)
+    give_luck(monkeypatch, always_the_same)
     path, options = erring
     asked, arrivals = prompts(), [0, 0, 0, 2, 4, 6, 8]
     recipes = ({}, {"seed": 3, "temperature": 0.8}, {"temperature": 0.8})
@@ -201,9 +207,10 @@ def test_rejection_beside_graphs(
     ids=str,
 )
 def test_rejection_leaves_the_odds_as_they_are(
-    dtype: str, recipe: dict[str, Any], tmp_path: Path
+    dtype: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """20,000 draws of three tokens, with the kernels of a GPU."""
+    give_luck(monkeypatch, random.Random(0).randbytes)
     write_checkpoint("qwen3.5", tmp_path, mtp=True)
     options = {"dtype": dtype, "state_dtype": dtype, "device": GPU}
     engine = LocalEngine(tmp_path, max_requests=256, num_blocks=256, **REJECTING, **options)
