@@ -216,7 +216,8 @@ class Worker:
         output = step.output
         with self._group.direct.checked():
             tokens = array("i", output.tokens)
-        if self._watch is not None and (seen := self._watch.answered(step.number)) is not None:
+        watch = self._watch
+        if watch is not None and (seen := watch.answered(step.number, len(tokens))) is not None:
             self._peer.send(StepsSeen(rank=self._rank, watched=seen))
         self._peer.send(
             StepResult(
