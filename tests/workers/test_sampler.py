@@ -141,7 +141,7 @@ def test_what_a_device_needs_of_draws_is_forgotten_too() -> None:
 def test_drafts_that_may_be_rejected_have_noise_of_their_own() -> None:
     state, at = SamplingState(3, CPU), torch.tensor([4, 4, 4])
     for slot, rejects in ((1, 0), (2, 1), (3, 0)):
-        state.open(slot, SlotSampling(temperature=0.7, seed=10 + slot, rejects=rejects))
+        state.open([slot], [SlotSampling(temperature=0.7, seed=10 + slot, rejects=rejects)])
     assert state.reject([1, 2])
     assert not state.reject([0, 1, 3])
     chosen, drafted = (
@@ -151,7 +151,7 @@ def test_drafts_that_may_be_rejected_have_noise_of_their_own() -> None:
     assert drafted is not None
     assert chosen.seeds.tolist() == [11, 12, 13]
     assert (chosen.seeds != drafted.seeds).tolist() == [False, True, False]
-    state.open(2, SlotSampling())
+    state.open([2], [SlotSampling()])
     assert not state.reject([1, 2]), "a new request forgets the former"
 
 
