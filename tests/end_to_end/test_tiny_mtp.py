@@ -55,19 +55,22 @@ def test_nor_do_they_drawn_on_ranks_or_in_bf16(way: tuple[str, str]) -> None:
 
 
 def test_rejection_is_for_requests_without_a_seed() -> None:
-    """Those draw anew each time, and more of their drafts are right; others keep their answer."""
-    few = ("generate", "tiny-mtp", *PROMPTS, "--max-tokens", "40", "--ignore-eos", "--json")
-    drawn = (*few, "--temperature", "0.8")
-    rejecting = ("--speculate", "3", "--accept", "rejection")
-    for asked in (few, (*drawn, "--seed", "3")):
-        want, got = (json_lines(run(*asked, *how)[0]) for how in ((), rejecting))
-        assert [each["digest"] for each in got] == [each["digest"] for each in want]
-    one, two = (json_lines(run(*drawn, *rejecting, "--tp", tp)[0]) for tp in ("1", "2"))
+    """Those draw anew each time; greedy ones and those with a seed keep their answer."""
+    limits = {"max_tokens": 40, "ignore_eos": True}
+    promised = [SamplingParams(**limits), SamplingParams(temperature=0.8, seed=3, **limits)]
+    options = {"tp": 2, "max_model_len": 128}
+    with LLM("tiny-mtp", **options) as llm:
+        want = [llm.generate(PROMPTS[:3], params) for params in promised]
+    with LLM("tiny-mtp", speculate="3", accept="rejection", **options) as llm:
+        got = [llm.generate(PROMPTS[:3], params) for params in promised]
+        free = SamplingParams(temperature=0.8, **limits)
+        one, two = (llm.generate(PROMPTS[:3], free) for _ in range(2))
+    for answers, plain in zip(got, want, strict=True):
+        assert [each.digest for each in answers] == [each.digest for each in plain]
     for first, second in zip(one, two, strict=True):
-        assert first["digest"] != second["digest"]
-        assert len(first["token_ids"]) == len(second["token_ids"]) == 40
-        assert sum(first["drafts"]["right"]) > 0
-    _, err = run(*few, "--accept", "rejection", code=2)
+        assert first.token_ids != second.token_ids
+        assert len(first.token_ids) == len(second.token_ids) == 40
+    _, err = run("generate", "tiny-mtp", "a", "--accept", "rejection", code=2)
     assert "--accept rejection: judges drafts, and --speculate off makes none" in err
 
 
