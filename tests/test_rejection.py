@@ -19,7 +19,7 @@ from tests.rig import LocalEngine
 from tests.test_logprobs import of_tokens, reals
 from tests.test_speculation import VOCABULARY, changing, distribution, prompts, same
 from tests.tiny import random_ids, write_checkpoint
-from unisono.ops.kernels import gumbel, penalties, sampling
+from unisono.ops.kernels import filters, gumbel, penalties, sampling
 from unisono.ops.table import Ops
 from unisono.runtime import sampling_wire
 from unisono.runtime.protocol import SamplingParams
@@ -162,13 +162,16 @@ def test_the_kernels_of_a_gpu_draw_the_same(erring: Path) -> None:
             argmax_keys=sampling.argmax_keys,
             add_noise=gumbel.add_noise,
             noisy_argmax_keys=gumbel.noisy_argmax_keys,
+            filter_logits=filters.filter_logits,
+            penalize=penalties.penalize,
             add_bias=penalties.add_bias,
         )
 
     asked = prompts((1, 12))
-    params = [DRAWN, SamplingParams(temperature=0.9, top_p=0.9, logit_bias=((5, 1.0),))]
+    adjusted = {"repetition_penalty": 1.2, "logit_bias": ((5, 1.0),)}
+    params = [DRAWN, SamplingParams(temperature=0.9, top_p=0.9, **adjusted)]
     want, got = (
-        LocalEngine(erring, ops_of=ops_of, **REJECTING).generate(asked, 10, params=params)
+        LocalEngine(erring, ops_of=ops_of, **REJECTING).generate(asked, 6, params=params)
         for ops_of in (lambda rank, ops: ops, kernels)
     )
     assert [each.token_ids for each in got] == [each.token_ids for each in want]
