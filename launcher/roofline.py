@@ -111,7 +111,7 @@ def draft_bytes(
     sizes = weight_sizes(ModelPartition.of(config, partition.ranks, drafts=True), rank, item_bytes)
     head = sizes[_EMBEDDING if config.tie_word_embeddings else _HEAD]
     layer = read_bytes(config, sizes) - weight_bytes(partition, rank, item_bytes)
-    return layer + head + num_rows * num_keys * _layer_bytes(partition, rank, item_bytes)
+    return layer + head + num_rows * num_keys * partition.kv_elements(rank) * item_bytes
 
 
 def answers_bytes(

@@ -63,9 +63,8 @@ class SamplingParams:
 
     Temperature 0 is greedy: the likeliest token, the lowest id on ties. Above 0 each token is
     drawn from softmax(logits / temperature), after top-k, top-p and min-p in this order. What is
-    drawn depends on seed, prompt and position alone; without a seed and with --accept rejection
-    on chance and drafts, too. Penalties, then biases, change the logits before all that, for greedy
-    answers too.
+    drawn depends on seed, prompt and position alone, unless drafts may be rejected. Penalties,
+    then biases, change the logits before all that, for greedy answers too.
     """
 
     max_tokens: int = 256

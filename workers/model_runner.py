@@ -130,8 +130,7 @@ class ModelRunner:
     def _run_drafts(self, steps: DraftSteps, plan: StepPlan) -> StepOutput | LateOutput:
         steps.forward(plan)
         kinds, slots = self._slots.sampling, plan.rows.slot
-        drafts = plan.num_proposals or any(plan.rows.drafts)
-        if kinds.want_only_tokens(slots) and not (drafts and kinds.reject(slots)):
+        if kinds.want_only_tokens(slots) and not kinds.reject_drafts(plan):
             return LateOutput(steps.tail(plan, draws=kinds.draw(slots)))
         why = why_on_host([kinds.of(slot) for slot in slots])
         return self._answer(plan, self._builder.build(plan), steps.hidden(plan), int32s(), why)
@@ -184,8 +183,7 @@ class ModelRunner:
 
         def tail() -> tuple[Tensor, Tensor, Accepted]:
             logits = self._model.logits(hidden)
-            chosen = self._sampler.sample(logits, sampling)
-            token_ids = speculator.judged(inputs, logits, chosen)
+            token_ids = speculator.judged(inputs, logits, self._sampler.sample(logits, sampling))
             return logits, token_ids, speculator.accept(inputs, token_ids)
 
         logits, token_ids, accepted = self._graphs.run("tail", len(slots_of), tail, why)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.ops.transfer import upload_all
-from unisono.workers.protocol import SlotSampling
+from unisono.workers.protocol import SlotSampling, StepPlan
 
 _DRAFT_STREAM = 1 << 62
 """Tells the seeds of drafts that are judged by rejection from those of the tokens that take their
@@ -96,6 +96,11 @@ class SamplingState:
     def reject(self, slots: Sequence[int]) -> bool:
         """Whether drafts of any of these slots are judged by rejection sampling."""
         return not self._rejecting.isdisjoint(slots)
+
+    def reject_drafts(self, plan: StepPlan) -> bool:
+        """Whether there are such drafts in `plan`, to be judged or to be made."""
+        has_drafts = plan.num_proposals > 0 or any(plan.rows.drafts)
+        return has_drafts and self.reject(plan.rows.slot)
 
     def draws(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Temperature [n] fp64, 0 for greedy ones, and seed [n] int64 of slots [n]."""
