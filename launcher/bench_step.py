@@ -153,7 +153,8 @@ def make_plan(*, model: str, **values: Any) -> StepBench:
     for name, least in (("context", 1), ("steps", 1), ("rounds", 1)):
         if values[name] < least:
             raise ConfigError(f"--{name} {values[name]}: must be at least {least}")
-    drafts, forced = _drafts(values["speculate"]), forced_share(values["force_acceptance"])
+    drafts = _drafts(values.get("speculate"))
+    forced = forced_share(values.get("force_acceptance"))
     if forced and not drafts:
         raise ConfigError(f"--force-acceptance {forced:g}: is of drafts; choose --speculate 1 to 8")
     options = given(values, (*OPTIONS, "speculate"))

@@ -284,7 +284,6 @@ def test_a_gpu_is_warmed_up_timed_and_then_traced(tmp_path, monkeypatch):
         resolve, "host_facts", lambda environ: HostFacts(num_gpus=2, torch_has_cuda=True)
     )
     values = {"batch": "3", "context": 8, "steps": 5, "rounds": 2, "tp": 2, "device": "cuda"}
-    values |= {"speculate": None, "force_acceptance": None}
     plan = make_plan(model=model, **values)
     engine = FakeRanks()
     found, rounds = measure(engine, plan, 3, MACHINE)
