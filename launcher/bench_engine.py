@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import click
+
 from unisono.launcher.answering import POLL_S, digest_of
-from unisono.launcher.bench_report import Report, versions, versions_line
+from unisono.launcher.bench_report import Command, Report, versions, versions_line
 from unisono.launcher.cluster import detect_cluster
 from unisono.launcher.console import Console
 from unisono.launcher.engine_client import Engine
@@ -53,6 +55,8 @@ OPTIONS = (
 )
 """Of the engine. What a workload decides by itself, such as lengths and slots, is no option."""
 
+SYNTHETIC = "synthetic"
+"""Stands in the place of digests of answers that mean nothing."""
 EXACT = "numerics=exact"
 """Stands in how answers were computed where one answer is promised."""
 
@@ -94,6 +98,33 @@ def whole_numbers(flag: str, text: str, legal: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
         raise ConfigError(f"{flag} {text}: expected whole numbers {legal}")
     return tuple(dict.fromkeys(map(int, parts)))
+
+
+def force_option(command: Command) -> Command:
+    """A decorator that gives a click command --force-acceptance, which `forced_share` reads."""
+    return click.option(
+        "--force-acceptance",
+        type=float,
+        metavar="X",
+        help="Take this share of the drafts for right, whatever the model says, to time random "
+        "weights: a synthetic figure.",
+    )(command)
+
+
+def forced_share(forced: float | None) -> float:
+    """Which part of the drafts is taken for right; 0: the model says. Raises ConfigError."""
+    if forced is not None and not 0 < forced <= 1:
+        raise ConfigError(f"--force-acceptance {forced:g}: must be above 0 and at most 1")
+    return forced or 0.0
+
+
+def show_forced(report: Report, share: float) -> None:
+    """Warn of what is synthetic, if anything is."""
+    if share:
+        report.line(
+            f"SYNTHETIC: {share:g} of the drafts at each place are taken for right, whatever the "
+            "model says; answers mean nothing"
+        )
 
 
 def prepare_engine(
@@ -220,8 +251,9 @@ def are_same(runs: Sequence[Sequence[Sequence[int]]]) -> bool:
 
 
 def check_same(lines: Sequence[Mapping[str, Any]], numerics: str) -> None:
-    """Raise AnswersDiffer if requests had another answer when they ran again, and may not."""
-    if EXACT in numerics and not all(line["same_answers"] for line in lines):
+    """Raise AnswersDiffer if requests had another answer when they ran again, and may not. Where
+    answers are synthetic, "same_answers" is None."""
+    if EXACT in numerics and any(line["same_answers"] is False for line in lines):
         raise AnswersDiffer("the same requests had other answers when they ran again")
 
 

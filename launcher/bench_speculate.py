@@ -22,14 +22,18 @@ import click
 from unisono.launcher.answering import numerics_of
 from unisono.launcher.bench_engine import (
     OPTIONS,
+    SYNTHETIC,
     Asked,
     Got,
     are_same,
     check_same,
     describe,
     digests,
+    force_option,
+    forced_share,
     prepare_engine,
     serve,
+    show_forced,
     show_header,
     started,
     whole_numbers,
@@ -47,7 +51,6 @@ ENGINE_OPTIONS = tuple(name for name in OPTIONS if name != "trace")
 """A trace is of one engine; here are several."""
 OFF = "off"
 MOST_DRAFTS = 8
-SYNTHETIC = "synthetic"
 WORTH = 1.02
 """How much faster drafts must be than none to be recommended: less is noise."""
 RANDOM_TOKENS = 64
@@ -94,13 +97,7 @@ class SpeculateBench:
     "--tokens", type=int, default=128, show_default=True, metavar="N", help="Of each answer."
 )
 @click.option("--temperature", type=float, default=0.0, show_default=True, metavar="X")
-@click.option(
-    "--force-acceptance",
-    type=float,
-    metavar="X",
-    help="Take this share of the drafts for right, whatever the model says, to time random weights:"
-    " a synthetic figure.",
-)
+@force_option
 @click.option("--repeats", type=int, default=3, show_default=True, metavar="N", help="Timed runs.")
 @output_options
 @config_options(*ENGINE_OPTIONS)
@@ -121,12 +118,8 @@ def speculate_command(model: str, **values: Any) -> int:
     facts = describe(first, model, requests)
     machine = measure_machine(first.worker.device, os.environ)
     show_header(report, facts, machine)
-    if plan.forced:
-        report.line(
-            f"SYNTHETIC: {plan.forced:g} of the drafts at each place are taken for right, whatever "
-            "the model says; answers mean nothing"
-        )
-    elif not plan.knows_text:
+    show_forced(report, plan.forced)
+    if not plan.forced and not plan.knows_text:
         report.line("random prompts: how many drafts are right says nothing of real text")
     report.line()
     report.line(titles())
@@ -149,7 +142,7 @@ def speculate_command(model: str, **values: Any) -> int:
         report.line(f"batch {each}: {advice_of(lines, int(each), best)}")
     result = {"bench": "speculate", "recommended": advice, "lines": lines}
     report.end({**facts, "synthetic": plan.forced, **result, "numerics_of": numerics})
-    check_same([line for line in lines if line["same_answers"] is not None], numerics)
+    check_same(lines, numerics)
     return 0
 
 
@@ -159,9 +152,7 @@ def make_plan(*, model: str, **values: Any) -> SpeculateBench:
         if values[name] < 1:
             raise ConfigError(f"--{name} {values[name]}: must be at least 1")
     option_spec("temperature").check(values["temperature"])
-    forced = values["force_acceptance"]
-    if forced is not None and not 0 < forced <= 1:
-        raise ConfigError(f"--force-acceptance {forced:g}: must be above 0 and at most 1")
+    forced = forced_share(values["force_acceptance"])
     drafts = _numbers("--drafts", values["drafts"], MOST_DRAFTS)
     batches = _numbers("--batch", values["batch"], None)
     options = {
@@ -180,7 +171,7 @@ def make_plan(*, model: str, **values: Any) -> SpeculateBench:
                 {**options, "max_model_len": longest, "speculate": each},
                 f"--tokens {values['tokens']}: a prompt and its answer may have {longest} tokens",
                 lambda limit: f"choose at most {limit - max(map(len, prompts))}",
-                forced or 0.0,
+                forced,
             ),
         )
         for each in (OFF, *map(str, drafts))
@@ -204,7 +195,7 @@ def make_plan(*, model: str, **values: Any) -> SpeculateBench:
         asked=tuple(asked),
         repeats=values["repeats"],
         knows_text=knows_text,
-        forced=forced or 0.0,
+        forced=forced,
     )
 
 

@@ -21,15 +21,19 @@ from unisono.launcher.answering import numerics_of
 from unisono.launcher.bench_compare import compare, compare_options, is_wanted
 from unisono.launcher.bench_engine import (
     OPTIONS,
+    SYNTHETIC,
     Asked,
     Got,
     are_same,
     check_same,
     describe,
     digests,
+    force_option,
+    forced_share,
     partition_of,
     prepare_engine,
     serve,
+    show_forced,
     show_header,
     started,
     whole_numbers,
@@ -72,6 +76,13 @@ class StepBench:
     context: int
     steps: int
     rounds: int
+    forced: float = 0.0
+    """Which part of the drafts is taken for right; 0: the model says."""
+
+    @property
+    def drafts(self) -> int:
+        """Behind each row of a step."""
+        return self.prepared.worker.num_drafts
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,6 +96,8 @@ class StepBench:
 @click.option("--context", type=int, default=128, metavar="N", help="Prompt tokens. [default: 128]")
 @click.option("--steps", type=int, default=64, metavar="N", help="Timed in a round. [default: 64]")
 @click.option("--rounds", type=int, default=3, metavar="N", help="[default: 3]")
+@config_options("speculate")
+@force_option
 @output_options
 @compare_options
 @config_options(*OPTIONS)
@@ -92,14 +105,17 @@ def step_command(model: str, **values: Any) -> int:
     """Time the decode steps of MODEL with N requests at a time, and say where the time goes.
 
     The floor is the time that the weights and the KV of a step take at the bandwidth measured on
-    this machine. Requests have random prompts of --context ids and are greedy. The last line is
-    JSON. Ends with 1 if a request ever has another answer, whatever its company.
+    this machine; with --speculate also what each of the drafts takes. Requests have random prompts
+    of --context ids and are greedy. The last line is JSON. Ends with 1 if a request ever has
+    another answer, whatever its company.
     """
     report = Report(as_json=values["as_json"], output=values["output"])
     plan = make_plan(model=model, **values)
     if is_wanted(values):
         return compare(make_plan, report)
     requests = f"prompts of {plan.context} tokens, {plan.steps} steps"
+    requests += f", {plan.drafts} drafts" if plan.drafts else ""
+    requests += f", synthetic acceptance {plan.forced:g}" if plan.forced else ""
     facts = describe(plan.prepared, model, requests)
     machine = measure_machine(plan.prepared.worker.device, os.environ)
     show_header(report, facts, machine)
@@ -113,6 +129,8 @@ def step_command(model: str, **values: Any) -> int:
             times, rounds = measure(engine, plan, batch, machine)
             runs += rounds
             answers = {**digests(rounds[0], numerics), "same_answers": are_same(runs)}
+            if plan.forced:
+                answers = {"digest": SYNTHETIC, "tokens": SYNTHETIC, "same_answers": None}
             lines.append(answers)
             seen.append(times)
             report.line(row_of(times, str(answers["digest"])))
@@ -135,16 +153,21 @@ def make_plan(*, model: str, **values: Any) -> StepBench:
     for name, least in (("context", 1), ("steps", 1), ("rounds", 1)):
         if values[name] < least:
             raise ConfigError(f"--{name} {values[name]}: must be at least {least}")
-    options = given(values, OPTIONS)
-    least = max(batches) + BLOCK_SIZE
+    drafts = _drafts(values.get("speculate"))
+    forced = forced_share(values.get("force_acceptance"))
+    if forced and not drafts:
+        raise ConfigError(f"--force-acceptance {forced:g}: is of drafts; choose --speculate 1 to 8")
+    options = given(values, (*OPTIONS, "speculate"))
+    least = max(batches) * (1 + drafts) + BLOCK_SIZE
     budget = options.setdefault("max_step_tokens", max(STEP_TOKENS["cpu"], 2 * least))
     if budget < least:
         raise ConfigError(
-            f"--max-step-tokens {budget}: {max(batches)} requests that decode and a block of a "
-            f"prompt take {least}; choose at least that, or a smaller --batch"
+            f"--max-step-tokens {budget}: {max(batches)} requests that decode"
+            f"{f' with {drafts} drafts each' if drafts else ''} and a block of a prompt take "
+            f"{least}; choose at least that, or a smaller --batch"
         )
     longest = values["context"] + max(
-        num_tokens(batch, values["context"], values["steps"], budget) for batch in batches
+        num_tokens(batch, values["context"], values["steps"], budget, drafts) for batch in batches
     )
     options |= {
         "max_model_len": longest,
@@ -162,6 +185,7 @@ def make_plan(*, model: str, **values: Any) -> StepBench:
             if limit > answer
             else "choose fewer --steps, or a smaller --context"
         ),
+        forced,
     )
     return StepBench(
         model=model,
@@ -170,17 +194,19 @@ def make_plan(*, model: str, **values: Any) -> StepBench:
         context=values["context"],
         steps=values["steps"],
         rounds=values["rounds"],
+        forced=forced,
     )
 
 
-def num_tokens(batch: int, context: int, steps: int, budget: int) -> int:
-    """Tokens that a request answers at the most until the last watched step is through.
+def num_tokens(batch: int, context: int, steps: int, budget: int, drafts: int = 0) -> int:
+    """Tokens that a request answers at the most until the last watched step is through, if all of
+    its `drafts` a step are right.
 
     While prompts are computed, within `budget` tokens a step, those that are through run ahead: by
     a step for each that the prompts take and each that goes by while requests are handed over.
     """
-    prompts = -(-batch * context // (budget - batch - BLOCK_SIZE + 1)) + 1
-    return prompts + batch + SPARE + SKIPPED + max(steps, TRACED) + 2
+    prompts = -(-batch * context // (budget - batch * (1 + drafts) - BLOCK_SIZE + 1)) + 1
+    return (prompts + batch + SPARE + SKIPPED + max(steps, TRACED) + 2) * (1 + drafts)
 
 
 def measure(
@@ -197,13 +223,14 @@ def measure(
     partition = partition_of(plan.prepared)
     num_keys = rounds[0][0][0].watched.num_keys / (batch * watch.num_steps)
     items = Items.of(worker.dtype, worker.state_dtype)
-    read = step_bytes(partition, items, batch, num_keys)
+    read = step_bytes(partition, items, batch, num_keys, plan.drafts)
     times = BatchTimes(
         batch=batch,
         num_keys=num_keys,
         step_bytes=sum(read),
         floor_s=floor_s(read, machine.bytes_per_s, share_memory=not on_gpu),
         rounds=[[each.watched for each in seen] for seen, _ in rounds],
+        drafts=plan.drafts,
     )
     return times, [[answer.token_ids[: watch.num_steps] for answer in got] for _, got in rounds]
 
@@ -226,6 +253,7 @@ def show_plan(report: Report, plan: StepBench) -> None:
         f"{rounds} of {plan.steps} steps, prompts of {plan.context} random ids, greedy; a step "
         f"reads {most / 1e6:,.1f} MB of weights"
     )
+    show_forced(report, plan.forced)
     report.line()
     report.line(titles())
 
@@ -254,9 +282,20 @@ def _requests(plan: StepBench, batch: int) -> list[Asked]:
     worker, generator = plan.prepared.worker, random.Random(SEED)
     budget = plan.prepared.launch.runtime.max_step_tokens
     params = SamplingParams(
-        max_tokens=num_tokens(batch, plan.context, plan.steps, budget), ignore_eos=True
+        max_tokens=num_tokens(batch, plan.context, plan.steps, budget, plan.drafts),
+        ignore_eos=True,
     )
     return [
         ([generator.randrange(worker.model.vocab_size) for _ in range(plan.context)], params)
         for _ in range(batch)
     ]
+
+
+def _drafts(speculate: str | None) -> int:
+    """Of every row and step. Raises ConfigError for a number that changes."""
+    if speculate == "auto":
+        raise ConfigError(
+            "--speculate auto: steps that are timed have the same number of drafts; choose off or "
+            "1 to 8"
+        )
+    return 0 if speculate in (None, "off") else int(speculate)

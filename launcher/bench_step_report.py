@@ -26,6 +26,8 @@ class BatchTimes:
     """Of a step."""
     rounds: Sequence[Sequence[Watched]]
     """Of each round what each rank saw."""
+    drafts: int = 0
+    """Behind each row."""
     devices: Sequence[DeviceTime | None] = ()
     """What was traced of each rank's GPU; empty on a CPU."""
 
@@ -66,6 +68,11 @@ class BatchTimes:
         for seen in self.rounds:
             runs.update({(piece, reason): count for piece, reason, count in seen[0].eager})
         return runs
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of all rows."""
+        return self.per_step(0, "num_tokens")
 
     def host_s(self, rank: int) -> float:
         """Seconds that the host of `rank` is busy with a step, on the average."""
@@ -121,8 +128,10 @@ class BatchTimes:
             "ms_per_step": 1e3 * self.step_s,
             "rounds_ms": [1e3 * seconds for seconds in self.round_s],
             "spread": self.spread,
-            "tokens_per_s": self.batch / self.step_s,
-            "bytes_per_token": self.step_bytes / self.batch,
+            "drafts": self.drafts,
+            "tokens_per_step": self.tokens_per_step,
+            "tokens_per_s": self.tokens_per_step / self.step_s,
+            "bytes_per_token": self.step_bytes / self.tokens_per_step,
             "floor_ms": 1e3 * self.floor_s,
             "of_floor": self.of_floor,
             "parts_ms": {name: 1e3 * seconds for name, seconds in self.parts_s().items()},
@@ -157,7 +166,8 @@ def row_of(times: BatchTimes, digest: str) -> str:
     """The line of a batch."""
     return (
         f"{times.batch:>6}{times.num_keys:>7.0f}{1e3 * times.step_s:>10.3f}{times.spread:>8.1%}"
-        f"{times.batch / times.step_s:>10,.1f}{times.step_bytes / times.batch / 1e6:>11,.1f}"
+        f"{times.tokens_per_step / times.step_s:>10,.1f}"
+        f"{times.step_bytes / times.tokens_per_step / 1e6:>11,.1f}"
         f"{1e3 * times.floor_s:>10.3f}{times.of_floor:>10.0%}  {digest[:SHOWN]}"
     )
 
@@ -167,11 +177,15 @@ def details_of(times: BatchTimes) -> Iterator[str]:
     yield f"batch {times.batch}, rank 0: {_device_text(times)}"
     sizes = ", ".join(f"{times.memory_bytes(r) / 2**30:.2f}" for r in range(len(times.rounds[0])))
     yield f"  host {_ms(times.host_s(0))} a step; {_graphs(times)}; peak memory {sizes} GiB"
+    if times.drafts:
+        each = times.tokens_per_step / times.batch
+        yield f"  {times.drafts} drafts behind each row: {each:.2f} tokens a row and step"
 
 
 def closing_line(times: BatchTimes) -> str:
     """Say where the time of a step goes."""
-    what = "a token" if times.batch == 1 else f"a step of {times.batch}"
+    is_token = times.batch == 1 and not times.drafts
+    what = "a token" if is_token else f"a step of {times.batch}"
     parts = ", ".join(f"{_ms(seconds)} {name}" for name, seconds in times.parts_s().items())
     cached = " (what is read fits a cache)" if times.of_floor > 1 else ""
     text = f"{_ms(times.step_s)} {what}, {100 * times.of_floor:.0f} % of the floor{cached}"

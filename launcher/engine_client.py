@@ -59,7 +59,7 @@ from unisono.runtime.protocol import (
     WatchSteps,
     WorkerLost,
 )
-from unisono.runtime.sampling_wire import with_seed
+from unisono.runtime.sampling_wire import is_rejecting, with_seed
 from unisono.workers.channel import CurveKeys, Peer, ProtocolError
 from unisono.workers.protocol import StepPlan, int32s
 
@@ -174,6 +174,7 @@ class Engine:
                 params=with_seed(params),
                 priority=priority,
                 checksums=checksums,
+                rejects=is_rejecting(params, self._config.runtime.worker.accept),
                 more=more,
             )
         )

@@ -94,6 +94,13 @@ class Flight:
             fold(slots, each.plan, each.results[0])
         return slots
 
+    def left_to_chance(self, step: int) -> set[int]:
+        """Slots whose token of `step` hangs on drafts, which nobody recorded: those that may be
+        rejected. Raises ConfigError as `slots_before`."""
+        rows, slots = self.find(step).plan.rows, self.slots_before(step)
+        drafting = {slot for slot, drafts in zip(rows.slot, rows.drafts, strict=False) if drafts}
+        return {slot for slot in drafting if slots[slot].sampling.rejects}
+
 
 def read_flight(path: Path) -> Flight:
     """Read a file. Raises ConfigError, one line, if it is none, damaged or of another version."""

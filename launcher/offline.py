@@ -72,11 +72,11 @@ class LLM:
 
     Options are those of `unisono generate`, by field name: tp, dtype, device, attn, numerics,
     collectives, load_format, overlay, max_model_len, max_requests, kv_tokens, memory_utilization,
-    state_slots, state_dtype, speculate, max_step_tokens, no_prefix_cache, no_graphs, graph_buckets,
-    capture, random_padding, log_level, start_timeout_s, stop_grace_s, flight_dir, trace; others are
-    refused. The constructor checks all that a user can get wrong and raises ConfigError; the ranks
-    start with the `with` block, or with the first prompt. The file of `trace` is written when they
-    stop, and written anew where they are started again.
+    state_slots, state_dtype, speculate, accept, max_step_tokens, no_prefix_cache, no_graphs,
+    graph_buckets, capture, random_padding, log_level, start_timeout_s, stop_grace_s, flight_dir,
+    trace; others are refused. The constructor checks all that a user can get wrong and raises
+    ConfigError; the ranks start with the `with` block, or with the first prompt. The file of
+    `trace` is written when they stop, and written anew where they are started again.
 
     Safe to use from several threads and coroutines at a time: the engine is driven by a thread of
     its own, which batches all that is asked, and no answer depends on what else runs. `close` ends

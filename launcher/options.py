@@ -42,6 +42,7 @@ LAUNCH_OPTIONS = (
     "state_slots",
     "state_dtype",
     "speculate",
+    "accept",
     "max_step_tokens",
     "no_prefix_cache",
     "no_graphs",

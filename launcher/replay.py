@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ class Row:
     start: int
     count: int
     recorded: tuple[int, ...]
-    """One token; several where the ranks disagreed; none of a chunk, or if no rank answered."""
+    """One token; several where the ranks disagreed; none of a chunk, if no rank answered, or where
+    chance had a part in it."""
     replayed: int | None
     """None of a chunk, or if the step failed again."""
 
@@ -75,7 +76,7 @@ def command(file: str, step: int | None, as_json: bool, **options: Any) -> int:
     )
     console = Console()
     tokens, fault = _run(launch, plans, console)
-    rows = compare(recorded.plan, recorded.results, tokens)
+    rows = compare(recorded.plan, recorded.results, tokens, flight.left_to_chance(number))
     facts = {"step": number, "error": flight.header.failed.message, "fault": fault}
     if as_json:
         shown = [{**asdict(row), "equal": row.equal} for row in rows]
@@ -114,8 +115,16 @@ def launch_config(flight: Flight, options: dict[str, Any]) -> LaunchConfig:
     return LaunchConfig(runtime=runtime, **options)
 
 
-def compare(plan: StepPlan, results: Sequence[StepResult], tokens: array[int] | None) -> list[Row]:
-    """Pair the rows of `plan` with what the ranks answered and with the `tokens` of now."""
+def compare(
+    plan: StepPlan,
+    results: Sequence[StepResult],
+    tokens: array[int] | None,
+    left_to_chance: Collection[int] = (),
+) -> list[Row]:
+    """Pair the rows of `plan` with what the ranks answered and with the `tokens` of now.
+
+    What was answered in the slots `left_to_chance` says nothing.
+    """
     rows, sample = [], 0
     for slot, phase, start, count in zip(
         plan.rows.slot, plan.rows.phase, plan.rows.start, plan.rows.count, strict=True
@@ -127,7 +136,9 @@ def compare(plan: StepPlan, results: Sequence[StepResult], tokens: array[int] | 
                 phase=Phase(phase).name.lower(),
                 start=start,
                 count=count,
-                recorded=_distinct(results, sample) if samples else (),
+                recorded=_distinct(results, sample)
+                if samples and slot not in left_to_chance
+                else (),
                 replayed=tokens[sample] if samples and tokens is not None else None,
             )
         )

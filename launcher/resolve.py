@@ -126,7 +126,7 @@ def resolve_config(
     tp = _resolve_tp(options, worker.tp, cluster)
     ModelPartition.of(model, tp)
     check_states(options, model)
-    _check_speculation(asked.runtime.worker.speculate, model)
+    _check_speculation(worker.speculate, worker.accept, model)
     device = resolve_device(worker.device, host)
     check_device(device, host, tp if cluster is None else cluster.local_world_size)
     check_collectives(worker.collectives, device, tp)
@@ -292,11 +292,16 @@ def _check_flash(numerics: str, dtype: str, model: ModelConfig) -> None:
         )
 
 
-def _check_speculation(speculate: str, model: ModelConfig) -> None:
+def _check_speculation(speculate: str, accept: str, model: ModelConfig) -> None:
     if speculate != "off" and not model.num_mtp_layers:
         raise ConfigError(
             f"--speculate {speculate}: drafts come from a layer of the model's own (MTP), and this "
             "checkpoint has none; choose off"
+        )
+    if accept == "rejection" and speculate == "off":
+        raise ConfigError(
+            "--accept rejection: judges drafts, and --speculate off makes none; choose coupled, or "
+            "--speculate auto or 1 to 8"
         )
 
 

@@ -20,6 +20,7 @@ from unisono.models.partition import ModelPartition
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 _EXPERTS = ".mlp.experts."
 
 
@@ -85,15 +86,32 @@ def kv_bytes(partition: ModelPartition, rank: int, item_bytes: int, num_keys: fl
 
 
 def step_bytes(
-    partition: ModelPartition, items: Items, num_rows: int, num_keys: float
+    partition: ModelPartition, items: Items, num_rows: int, num_keys: float, num_drafts: int = 0
 ) -> list[float]:
-    """Bytes that each rank reads in a step of `num_rows` rows of `num_keys` keys each."""
+    """Bytes that each rank reads in a step of `num_rows` rows of `num_keys` keys each, `num_drafts`
+    drafts behind each row included. Of a `partition` without the layer that drafts."""
     return [
         weight_bytes(partition, rank, items.model)
         + num_rows * kv_bytes(partition, rank, items.model, num_keys)
         + num_rows * 2 * partition.state_bytes(rank, *items)
+        + (
+            num_drafts
+            and num_drafts * draft_bytes(partition, rank, items.model, num_rows, num_keys)
+        )
         for rank in range(partition.ranks)
     ]
+
+
+def draft_bytes(
+    partition: ModelPartition, rank: int, item_bytes: int, num_rows: int, num_keys: float
+) -> float:
+    """Bytes that `rank` reads to draft one token behind each of `num_rows` rows: the layer that
+    drafts, its keys and values, and the head once more."""
+    config = partition.config
+    sizes = weight_sizes(ModelPartition.of(config, partition.ranks, drafts=True), rank, item_bytes)
+    head = sizes[_EMBEDDING if config.tie_word_embeddings else _HEAD]
+    layer = read_bytes(config, sizes) - weight_bytes(partition, rank, item_bytes)
+    return layer + head + num_rows * num_keys * partition.kv_elements(rank) * item_bytes
 
 
 def answers_bytes(

@@ -73,6 +73,8 @@ class Watched:
     """How long the host was busy with a step: launching it, on a CPU all of it."""
     num_keys: int
     """Keys that the rows of all these steps could see."""
+    num_tokens: int
+    """That all these steps answered: of each row one, and its right drafts."""
     num_replays: int
     """Of graphs."""
     num_captures: int

@@ -95,6 +95,8 @@ def _cpu_ops(head_dim: int) -> Ops:
         route_experts=experts.route_experts,
         pack_experts=partial(experts.pack_experts, pack_linear=pack_linear),
         accept_drafts=speculation.accept_drafts,
+        judge_drafts=speculation.judge_drafts,
+        chance=gumbel.chance,
         argmax_keys=sampling.argmax_keys,
         unpack_keys=sampling.unpack_keys,
         add_noise=gumbel.add_noise,

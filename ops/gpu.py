@@ -28,6 +28,7 @@ from unisono.ops.kernels import (
 )
 from unisono.ops.linear import Linear
 from unisono.ops.reference import reduce, speculation
+from unisono.ops.reference.gumbel import chance
 from unisono.ops.reference.sampling import unpack_keys
 from unisono.ops.table import Ops
 
@@ -54,6 +55,9 @@ def gpu_ops(device: torch.device) -> Ops:
         route_experts=routing.route_experts,
         pack_experts=partial(experts.pack_experts, proofs={}),
         accept_drafts=speculation.accept_drafts,
+        # Whole numbers and sums within a row, as all ranks see it.
+        judge_drafts=speculation.judge_drafts,
+        chance=chance,
         argmax_keys=sampling.argmax_keys,
         unpack_keys=unpack_keys,
         add_noise=gumbel.add_noise,

@@ -85,7 +85,7 @@ class StepWatch:
         self._steps: list[int] = []
         self._answers: list[int] = []
         self._launch_ns = array("q")
-        self._num_keys = 0
+        self._num_keys = self._num_tokens = 0
         self._before, self._after = self._counted(), self._counted()
         self._profile: Any = None
         self._device_time: DeviceTime | None = None
@@ -111,10 +111,12 @@ class StepWatch:
                 self._device_time = device_time(activities_of(events))
         return out
 
-    def answered(self, step: int) -> Watched | None:
-        """The result of step number `step` is out; return all that was seen after the last."""
+    def answered(self, step: int, num_tokens: int) -> Watched | None:
+        """The result of step number `step`, so many tokens, is out; return all that was seen after
+        the last."""
         if step not in self._steps[len(self._answers) :][:1]:
             return None
+        self._num_tokens += num_tokens
         self._answers.append(time.perf_counter_ns())
         return None if len(self._answers) < self._num_steps else self._watched()
 
@@ -127,6 +129,7 @@ class StepWatch:
             period_ns=array("q", periods),
             launch_ns=self._launch_ns,
             num_keys=self._num_keys,
+            num_tokens=self._num_tokens,
             num_replays=replays,
             num_captures=captures,
             eager=tuple((*name, count) for name, count in sorted((after[1] - before[1]).items())),

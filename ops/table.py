@@ -35,6 +35,8 @@ class Ops:
     route_experts: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
     pack_experts: Callable[[Tensor, Tensor], Experts]
     accept_drafts: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    judge_drafts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    chance: Callable[[Tensor, Tensor], Tensor]
     argmax_keys: Callable[[Tensor, int, int], Tensor]
     unpack_keys: Callable[[Tensor], tuple[Tensor, Tensor]]
     add_noise: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]

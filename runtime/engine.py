@@ -213,6 +213,7 @@ class Engine:
             waited_s=self._waited_s + max(now - self._wait_began, 0.0),
             priority=message.priority,
             checksums=message.checksums,
+            rejects=message.rejects,
         )
         try:
             self._scheduler.add(request)

@@ -63,8 +63,8 @@ class SamplingParams:
 
     Temperature 0 is greedy: the likeliest token, the lowest id on ties. Above 0 each token is
     drawn from softmax(logits / temperature), after top-k, top-p and min-p in this order. What is
-    drawn depends on seed, prompt and position alone. Penalties, then biases, change the logits
-    before all that, for greedy answers too.
+    drawn depends on seed, prompt and position alone, unless drafts may be rejected. Penalties,
+    then biases, change the logits before all that, for greedy answers too.
     """
 
     max_tokens: int = 256
@@ -114,6 +114,8 @@ class Submit:
     """Lower goes first, and may take the place of what runs; it changes no answer."""
     checksums: bool = False
     """Give with each token a checksum of the logits that it comes from."""
+    rejects: bool = False
+    """Judge its drafts by rejection sampling: what is drawn follows from no seed."""
     more: bool = False
     """Another request comes at once: wait a little, so that they are admitted together."""
 

@@ -37,6 +37,8 @@ class Request:
     """Lower goes first; among equals, the first to come."""
     order: int = 0
     """Its number in the order of arrival."""
+    rejects: bool = False
+    """Its drafts are judged by rejection sampling."""
     needs_host: bool = False
     """Every token must be seen here before its next one is planned."""
     answer_ids: array[int] = field(default_factory=int32s)

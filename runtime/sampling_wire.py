@@ -26,6 +26,12 @@ def with_seed(params: SamplingParams) -> SamplingParams:
     return replace(params, seed=int.from_bytes(os.urandom(8), "little") & _SEED_MASK)
 
 
+def is_rejecting(params: SamplingParams, accept: str) -> bool:
+    """Whether drafts of a request, `params` as its caller gave them, are judged by rejection: what
+    has a seed is promised one answer, and what is not drawn has but one."""
+    return accept == "rejection" and params.temperature > 0 and params.seed is None
+
+
 def open_sampling(opened: Sequence[Request], eos_token_ids: Iterable[int]) -> array[int]:
     """Return `StepPlan.open_sampling` for the requests whose slots a step opens, in order.
 
@@ -66,6 +72,7 @@ def _slot_sampling(request: Request, eos_token_ids: Iterable[int]) -> SlotSampli
         min_p=params.min_p,
         top_k=params.top_k,
         seed=_noise_seed(params.seed, request.prompt_ids),
+        rejects=int(request.rejects),
     )
 
 

@@ -36,7 +36,7 @@ from unisono.ops.table import Ops
 from unisono.runtime.logprobs import take_prompt_logprobs
 from unisono.runtime.protocol import SamplingParams
 from unisono.runtime.request import Request
-from unisono.runtime.sampling_wire import with_seed
+from unisono.runtime.sampling_wire import is_rejecting, with_seed
 from unisono.runtime.scheduler import Scheduler
 from unisono.runtime.speculation import DraftPolicy
 from unisono.workers.batch_builder import BatchBuilder
@@ -171,6 +171,7 @@ class LocalEngine:
         tracer_of: Callable[[int], Tracer | None] = lambda rank: None,
         num_states: int | None = None,
         num_drafts: int = 0,
+        accept: str = "coupled",
         policy_of: Callable[[], DraftPolicy | None] = lambda: None,
         state_dtype: str = "float32",
         random_padding: bool = False,
@@ -183,6 +184,7 @@ class LocalEngine:
         self._overlay = parse_overlay(overlay, self.config)
         self.partition = ModelPartition.of(self.config, tp, drafts=num_drafts > 0)
         self._num_drafts, self.policy_of, self._forced = num_drafts, policy_of, forced
+        self._accept = accept
         self.max_model_len = max_model_len
         self._path = "" if isinstance(model, ModelConfig) else str(model)
         self.graph_buckets = tuple(graph_buckets or buckets_up_to(max_requests))
@@ -346,11 +348,13 @@ class LocalEngine:
         params: Sequence[SamplingParams],
     ) -> Request:
         room = self.max_model_len - len(prompt)
+        given = params[index] if params else SamplingParams()
         return Request(
             client="test",
             request_id=index,
             prompt_ids=array("i", prompt),
-            params=with_seed(params[index] if params else SamplingParams()),
+            params=with_seed(given),
+            rejects=is_rejecting(given, self._accept),
             max_tokens=min(max_tokens, room),
             arrived_s=0.0,
         )

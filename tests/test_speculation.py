@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import talks
+from tests.chances import LIMIT, chi_square_deviation
 from tests.closeness import assert_same_bits
 from tests.copying import Copying, write_copying_mtp
 from tests.rig import Answer, LocalEngine
@@ -24,6 +26,7 @@ from unisono.ops.reference.filters import filter_logits
 from unisono.ops.reference.penalties import penalize
 from unisono.ops.table import Ops
 from unisono.runtime.protocol import SamplingParams
+from unisono.workers.protocol import StepPlan
 
 LENGTHS = (*range(1, 13), 63, 64, 65, 66)
 FEW = (1, 2, 3, 9, 63, 65)
@@ -117,6 +120,51 @@ def drafts_change_nothing(
         same([alone], [plain[number]])
 
 
+def test_only_ids_of_the_vocabulary_are_embedded(erring: tuple[Path, Copying]) -> None:
+    """B42: with each number of drafts, also where fewer were made than may be; what was never
+    drafted is no id, and counts as no draft."""
+    path, _ = erring
+    engines = [
+        (LocalEngine(path, num_drafts=most, ops_of=strict_embedding, **options), most)
+        for most in range(1, 9)
+        for options in ({"policy_of": changing(most)} if most % 3 else {"accept": "rejection"},)
+    ]
+    free, ends = SamplingParams(temperature=1.0), [50, 60]
+    for engine, most in engines:
+        plans = noted_plans(engine)
+        params = [SamplingParams(), free, SamplingParams(temperature=0.8, seed=1)]
+        engine.generate(prompts((1, 63, 9)), 12, [0, 1, 4], ends, params=params)
+        [rank] = engine.ranks
+        assert int(rank.runner._slots.token_ids.min()) >= 0
+        checked = sum(sum(plan.rows.drafts) for plan in plans)
+        # Rows in vain, of answers that have ended, are counted for nobody.
+        assert checked - 2 * most * len(params) <= sum(map(sum, engine.drafted)) <= checked
+        assert sum(map(sum, engine.accepted)) > 0
+
+
+def strict_embedding(rank: int, ops: Ops) -> Ops:
+    """Refuses ids that are none."""
+
+    def embed_shard(token_ids: Tensor, table: Tensor, first_id: int) -> Tensor:
+        assert 0 <= int(token_ids.min()) <= int(token_ids.max()) < VOCABULARY, token_ids
+        return ops.embed_shard(token_ids, table, first_id)
+
+    return replace(ops, embed_shard=embed_shard)
+
+
+def noted_plans(engine: LocalEngine) -> list[StepPlan]:
+    """What the engine runs from now on."""
+    plans: list[StepPlan] = []
+    step = engine.step
+
+    def noted(plan: StepPlan) -> Any:
+        plans.append(plan)
+        return step(plan)
+
+    engine.step = noted  # type: ignore[method-assign]
+    return plans
+
+
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_ranks_draft_alike(erring: tuple[Path, Copying], tp: int) -> None:
     path, _ = erring
@@ -207,6 +255,28 @@ def test_the_number_changes_from_step_to_step(
         path, num_drafts=5, policy_of=changing(5), max_in_flight=max_in_flight, **options
     )
     same(engine.generate(asked, max_tokens=24, arrivals=[0, 0, 2, 5, 9]), plain)
+
+
+def test_batches_that_merge_and_split_for_hundreds_of_steps(erring: tuple[Path, Copying]) -> None:
+    """B44: requests come at any time and leave after 1 to 30 tokens, with prompts in chunks among
+    the decoding rows and numbers of drafts that change: each answers as it does alone."""
+    path, _ = erring
+    rng = random.Random(44)
+    asked = [random_ids(rng.choice((1, 2, 5, 30, 64, 70)), VOCABULARY, seed=i) for i in range(44)]
+    ends = rng.sample(range(3, VOCABULARY), 12)
+    arrivals = sorted(rng.randint(0, 300) for _ in asked)
+    plain = LocalEngine(path, prefix_cache=False)
+    alone = [plain.generate([each], 30, eos_token_ids=ends)[0] for each in asked]
+    assert len({len(answer.token_ids) for answer in alone}) > 10
+    engine = LocalEngine(
+        path, num_drafts=4, policy_of=changing(4), max_requests=6, max_step_tokens=70
+    )
+    plans = noted_plans(engine)
+    same(engine.generate(asked, 30, arrivals, ends), alone)
+    assert len(plans) > 200
+    assert {len(plan.rows) for plan in plans} >= {1, 2, 3, 4}
+    mixed = [plan for plan in plans if any(plan.rows.drafts) and not plan.rows.decode_only]
+    assert len(mixed) > 10
 
 
 def test_pre_emption_prefix_hits_and_leavers(erring: tuple[Path, Copying]) -> None:
@@ -322,6 +392,33 @@ def test_a_talk_of_twelve_turns(tmp_path: Path) -> None:
     assert all(map(sum, engine.drafted))
 
 
+def test_a_long_chain_is_as_often_right_at_its_first_place_as_a_short_one(
+    erring: tuple[Path, Copying],
+) -> None:
+    """B55: with 8 drafts as with 1, within 3 points; numbers above 8 are refused at the start
+    (tests/launcher/test_resolve.py)."""
+    path, model = erring
+    asked = [[token] for token in model.answer(3, VOCABULARY - 3)]
+    shares = []
+    for num_drafts in (1, 8):
+        engine = LocalEngine(path, num_drafts=num_drafts, max_requests=64, num_blocks=64)
+        engine.generate(asked, max_tokens=12)
+        accepted, drafted = (
+            sum(each[0] for each in numbers) for numbers in (engine.accepted, engine.drafted)
+        )
+        shares.append(accepted / drafted)
+    assert abs(shares[0] - shares[1]) < 0.03, shares
+    assert 0.5 < shares[0] < 0.8
+
+
+def test_a_talk_with_trained_drafts() -> None:
+    """B43: turns of 16 tokens here; tests/gpu/test_speculation.py has the whole 8,000."""
+    options = {"max_model_len": 1024, "max_requests": 8, "num_blocks": 128}
+    talks.assert_drafts_change_no_turn(16, options)
+    lengths = talks.lengths_by_turn(8, 16, options)
+    assert sum(lengths[-3:]) > 0.85 * sum(lengths[:3]), lengths
+
+
 @pytest.mark.parametrize(
     "num_draws", [pytest.param(1000, id="some"), pytest.param(20_000, marks=pytest.mark.soak)]
 )
@@ -358,20 +455,7 @@ def test_drafted_tokens_are_drawn_from_the_exact_distribution(
         drafted += sum(map(sum, engine.drafted))
         accepted += sum(map(sum, engine.accepted))
     assert accepted > 0.8 * drafted
-    assert set(seen) <= set(exact)
-    rare = [said for said, odds in exact.items() if odds * num_draws < 5]
-    cells = [([said], odds) for said, odds in exact.items() if odds * num_draws >= 5]
-    if rare:
-        cells.append((rare, sum(exact[said] for said in rare)))
-    statistic = sum(
-        (sum(seen[said] for said in group) - num_draws * odds) ** 2 / (num_draws * odds)
-        for group, odds in cells
-    )
-    # Wilson and Hilferty: the cube root of chi-square over its freedom is nearly normal. Four
-    # deviations are passed once in 30,000 times.
-    free = len(cells) - 1
-    deviation = ((statistic / free) ** (1 / 3) - (1 - 2 / (9 * free))) / (2 / (9 * free)) ** 0.5
-    assert deviation < 4, (statistic, free)
+    assert chi_square_deviation(seen, exact, num_draws) < LIMIT
 
 
 def distribution(
@@ -380,7 +464,7 @@ def distribution(
     """Of the token behind `prompt` and `said`, by the formulas that are tested by themselves."""
     params = SamplingParams(**recipe)
     ids = torch.tensor([[*prompt, *said]])
-    logits = engine.prompt_logits(ids[0].tolist())[-1:].float()
+    logits = engine.prompt_logits(ids[0].tolist())[-1:].float().cpu()
 
     def one(value: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         return torch.tensor([value], dtype=dtype)
@@ -388,6 +472,8 @@ def distribution(
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     lengths = (one(len(prompt), torch.int64), one(ids.shape[1], torch.int64))
     logits = penalize(logits, ids, *lengths, *map(one, penalties), 0)
+    for token, bias in params.logit_bias:
+        logits[:, token] += bias
     temperature, top_k = one(params.temperature), one(params.top_k, torch.int64)
     left = filter_logits(logits, temperature, top_k, one(params.top_p), one(params.min_p))
     odds = (left[0].double() / params.temperature).softmax(0)

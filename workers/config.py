@@ -27,6 +27,7 @@ CHOICES = {
     "load_format": LOAD_FORMATS,
     "state_dtype": STATE_DTYPES,
     "speculate": SPECULATE,
+    "accept": ("coupled", "rejection"),
     "capture": ("lazy", "start"),
 }
 """The legal values of fields of `WorkerConfig`."""
@@ -88,6 +89,10 @@ class WorkerConfig:
     speculate: str = "off"
     """Tokens to draft behind each one with the layer that the model has for it (MTP), and to check
     in one step. The answers are the same. auto: up to 3, fewer or none where that is faster."""
+    accept: str = "coupled"
+    """Which drafts of drawn tokens are right. coupled: those that the model draws with their noise,
+    so that the answers are the same. rejection: of requests without a seed more, by rejection
+    sampling: their answers are as likely as they were, and depend on the drafts."""
     no_graphs: bool = False
     """On a GPU: launch every kernel of a decode step by itself, instead of replaying a captured
     graph of them. The answers are the same; CUDA graphs are only faster."""

@@ -272,7 +272,9 @@ def why_on_host(kinds: Sequence[SlotSampling]) -> str:
         return "sampling"
     if any(kind.logprobs >= 0 for kind in kinds):
         return "log-probabilities"
-    return "checksums" if any(kind.checksums for kind in kinds) else ""
+    if any(kind.checksums for kind in kinds):
+        return "checksums"
+    return "rejection sampling" if any(kind.rejects for kind in kinds) else ""
 
 
 def _drafts_of(rows: Rows) -> Sequence[int]:

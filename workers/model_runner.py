@@ -130,7 +130,7 @@ class ModelRunner:
     def _run_drafts(self, steps: DraftSteps, plan: StepPlan) -> StepOutput | LateOutput:
         steps.forward(plan)
         kinds, slots = self._slots.sampling, plan.rows.slot
-        if kinds.want_only_tokens(slots):
+        if kinds.want_only_tokens(slots) and not kinds.reject_drafts(plan):
             return LateOutput(steps.tail(plan, draws=kinds.draw(slots)))
         why = why_on_host([kinds.of(slot) for slot in slots])
         return self._answer(plan, self._builder.build(plan), steps.hidden(plan), int32s(), why)
@@ -183,7 +183,7 @@ class ModelRunner:
 
         def tail() -> tuple[Tensor, Tensor, Accepted]:
             logits = self._model.logits(hidden)
-            token_ids = speculator.judged(inputs, self._sampler.sample(logits, sampling))
+            token_ids = speculator.judged(inputs, logits, self._sampler.sample(logits, sampling))
             return logits, token_ids, speculator.accept(inputs, token_ids)
 
         logits, token_ids, accepted = self._graphs.run("tail", len(slots_of), tail, why)

@@ -56,6 +56,8 @@ class SlotSampling:
     """The same of every prompt token but the first."""
     checksums: int = 0
     """1: a checksum of the logits that each of its tokens comes from (ops/checksum.py)."""
+    rejects: int = 0
+    """1: it is drawn, and its drafts are judged by rejection sampling (workers/speculator.py)."""
     bias: tuple[tuple[int, float], ...] = ()
     """Token ids, each once, and what is added to their logits."""
     late_ids: tuple[int, ...] = ()
@@ -96,8 +98,8 @@ class SlotSampling:
         return self.wants_logprobs or self.checksums > 0
 
 
-_SCALARS = tuple(item.name for item in fields(SlotSampling))[:13]
-_NUMBERS = struct.Struct("<6d9q")
+_SCALARS = tuple(item.name for item in fields(SlotSampling))[:14]
+_NUMBERS = struct.Struct("<6d10q")
 """The scalar fields of a SlotSampling in their order, then how many biases and late ids follow."""
 _BIAS = struct.Struct("<qd")
 _LATE_ID = struct.Struct("<q")

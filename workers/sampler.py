@@ -44,6 +44,30 @@ class Sampler:
         refuse_nan(is_nan.tolist())
         return token_ids
 
+    def judge(
+        self, logits: Tensor, draft_logits: Tensor, drafted: Tensor, rows: SamplingRows
+    ) -> Tensor:
+        """The token [n] int64 of each place whose draft, drafted [n] int64, was drawn from
+        draft_logits and may be rejected: the draft, or what takes its place.
+
+        logits and draft_logits [n, this rank's rows] fp32 are as they come; `rows` says how each
+        place is drawn. The places are brought whole to every rank, so that all judge alike. Raises
+        FloatingPointError if logits of a place hold a NaN.
+        """
+        left = self._ops.judge_drafts(
+            self._drawable(logits, rows),
+            self._drawable(draft_logits, rows),
+            drafted,
+            rows.temperature,
+            self._ops.chance(rows.seeds, rows.positions),
+        )
+        as_it_is = torch.ones_like(rows.temperature)
+        draws = (as_it_is, rows.seeds.contiguous(), rows.positions, 0, self._num_ids)
+        keys = self._group.max(self._ops.noisy_argmax_keys(left, *draws))
+        token_ids, is_nan = self._ops.unpack_keys(keys)
+        refuse_nan(is_nan.tolist())
+        return token_ids
+
     def logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
         """logits [R, this rank's rows] fp32, token_ids [R] int64 -> [R, logprob_width] int32.
 
@@ -52,8 +76,9 @@ class Sampler:
         the bits depend neither on the company of a row nor on how the vocabulary is cut. Raises
         FloatingPointError if a row's logits hold a NaN.
         """
-        whole = self._group.gather(logits, self._widths)[:, : self._num_ids]
-        logprob, rank, top_ids, top = self._ops.token_logprobs(whole, token_ids, num_top)
+        logprob, rank, top_ids, top = self._ops.token_logprobs(
+            self._whole(logits), token_ids, num_top
+        )
         if bool(logprob.isnan().any()):
             raise FloatingPointError("logits whose log-probabilities are asked for hold NaN")
         pairs = torch.stack((top_ids.int(), top.view(torch.int32)), dim=2)
@@ -121,11 +146,25 @@ class Sampler:
 
     def _filtered_keys(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         at = rows.filtered
-        whole = self._group.gather(logits[at], self._widths)[:, : self._num_ids]
-        left = self._ops.filter_logits(
+        left = self._filtered(self._whole(logits[at]), rows)
+        return self._ops.argmax_keys(self._noisy(left, rows, at, 0), 0, self._num_ids)
+
+    def _drawable(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """The whole rows of logits [n, this rank's rows], adjusted; -inf is what filters bar."""
+        whole = self._whole(self._adjusted(logits, rows))
+        if len(at := rows.filtered):
+            whole = whole.index_copy(0, at, self._filtered(whole[at], rows))
+        return whole
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        return self._group.gather(logits, self._widths)[:, : self._num_ids]
+
+    def _filtered(self, whole: Tensor, rows: SamplingRows) -> Tensor:
+        """What the filters of `rows.filtered` leave of those rows' logits [n, vocabulary]."""
+        at = rows.filtered
+        return self._ops.filter_logits(
             whole, rows.temperature[at], rows.top_k[at], rows.top_p[at], rows.min_p[at]
         )
-        return self._ops.argmax_keys(self._noisy(left, rows, at, 0), 0, self._num_ids)
 
     def _noisy(self, logits: Tensor, rows: SamplingRows, at: Tensor, first_id: int) -> Tensor:
         return self._ops.add_noise(

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from unisono.ops.transfer import upload_all
-from unisono.workers.protocol import SlotSampling
+from unisono.workers.protocol import SlotSampling, StepPlan
+
+_DRAFT_STREAM = 1 << 62
+"""Tells the seeds of drafts that are judged by rejection from those of the tokens that take their
+place: neither may know of the other's noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +55,11 @@ class SamplingState:
         self._device = device
         self._slots = [SlotSampling()] * (num_slots + 1)
         self._demanding: set[int] = set()
-        self._drawing: set[int] = set()
         """Slots that need more than logits and noise, or want more than tokens."""
+        self._drawing: set[int] = set()
+        self._rejecting: set[int] = set()
         self._reals = torch.zeros((num_slots + 1, 6), dtype=torch.float64, device=device)
-        self._wholes = torch.zeros((num_slots + 1, 4), dtype=torch.int64, device=device)
+        self._wholes = torch.zeros((num_slots + 1, 5), dtype=torch.int64, device=device)
 
     def open(self, slots: Sequence[int], recipes: Sequence[SlotSampling]) -> None:
         """Choose the tokens of slots[i] by recipes[i] from now on."""
@@ -88,16 +93,31 @@ class SamplingState:
         """Whether noise has a part in any row of these slots."""
         return not self._drawing.isdisjoint(slots)
 
+    def reject(self, slots: Sequence[int]) -> bool:
+        """Whether drafts of any of these slots are judged by rejection sampling."""
+        return not self._rejecting.isdisjoint(slots)
+
+    def reject_drafts(self, plan: StepPlan) -> bool:
+        """Whether there are such drafts in `plan`, to be judged or to be made."""
+        has_drafts = plan.num_proposals > 0 or any(plan.rows.drafts)
+        return has_drafts and self.reject(plan.rows.slot)
+
     def draws(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Temperature [n] fp64, 0 for greedy ones, and seed [n] int64 of slots [n]."""
         return self._reals[slots, 0], self._wholes[slots, 1]
 
     def rows(
-        self, slots: Sequence[int], positions: Tensor, token_ids: Tensor
+        self,
+        slots: Sequence[int],
+        positions: Tensor,
+        token_ids: Tensor,
+        *,
+        drafting: bool = False,
     ) -> SamplingRows | None:
         """The rows that are not plain where row i gives `slots[i]` its token at positions[i].
 
-        token_ids [slots, length] are the slot table's. None: every row is plain.
+        token_ids [slots, length] are the slot table's. None: every row is plain. `drafting`: what
+        is given are drafts.
         """
         kinds = [self._slots[slot] for slot in slots]
         if all(kind.is_plain for kind in kinds):
@@ -112,7 +132,7 @@ class SamplingState:
             *_biases(kinds),
         )
         temperature, top_p, min_p, repetition, presence, frequency = self._reals[index].unbind(1)
-        top_k, seeds, num_prompt, on_time = self._wholes[index].unbind(1)
+        top_k, seeds, num_prompt, on_time, draft_seeds = self._wholes[index].unbind(1)
         bias = bits.view(torch.float64)
         # Ids that may not come yet are barred where it is early, and left alone elsewhere.
         bias = bias.masked_fill((bias == -math.inf) & (positions >= on_time)[sources], 0.0)
@@ -133,19 +153,21 @@ class SamplingState:
             presence=presence,
             frequency=frequency,
             top_k=top_k,
-            seeds=seeds,
+            seeds=draft_seeds if drafting else seeds,
             num_prompt=num_prompt,
         )
 
     def _note(self, slot: int, sampling: SlotSampling) -> None:
         """Keep what the host asks of slots."""
         self._slots[slot] = sampling
-        self._demanding.discard(slot)
-        self._drawing.discard(slot)
+        for kinds in (self._demanding, self._drawing, self._rejecting):
+            kinds.discard(slot)
         if not sampling.needs_noise_only or sampling.logprobs >= 0 or sampling.checksums:
             self._demanding.add(slot)
         if not sampling.is_greedy:
             self._drawing.add(slot)
+        if sampling.rejects:
+            self._rejecting.add(slot)
 
 
 def _reals_of(sampling: SlotSampling) -> tuple[float, ...]:
@@ -165,6 +187,7 @@ def _wholes_of(sampling: SlotSampling) -> tuple[int, ...]:
         sampling.seed,
         sampling.num_prompt_tokens,
         sampling.num_prompt_tokens + sampling.min_tokens,
+        sampling.seed ^ _DRAFT_STREAM if sampling.rejects else sampling.seed,
     )
 
 

@@ -27,7 +27,7 @@ class SlotTable:
     def __init__(
         self, num_slots: int, max_model_len: int, device: torch.device, num_drafts: int = 0
     ) -> None:
-        self.max_model_len = max_model_len
+        self.max_model_len, self.num_drafts = max_model_len, num_drafts
         blocks = -(-max_model_len // BLOCK_SIZE)
         self.token_ids = torch.zeros(
             (num_slots + 1, max_model_len + 1 + num_drafts), dtype=torch.int64, device=device

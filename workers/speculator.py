@@ -2,6 +2,10 @@
 
 Drafts lie in the slot table behind the known tokens of their slot. A draft is right if it is the
 token that the model itself chooses at its place: so whatever is drafted, the answer is the same.
+
+Slots that say so have their drafts judged by rejection sampling instead: more of them are right,
+and the answer is as likely as it always was, but which one it is depends on what was drafted. The
+odds of each draft are computed anew from the state that it was drafted from, when it is judged.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from unisono.workers.batch_builder import BatchBuilder, StepInputs
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
 
+PIECE_PLACES = 32
+"""Drafts that are judged at a time: with 150,000 ids these take 400 MB for a while."""
 _UPPER = (1 << 32) - 1
 
 
@@ -59,10 +65,14 @@ class Speculator:
         """`forced`: which part of the drafts is taken for right (`is_forced`)."""
         self._model, self._ops, self._forced = model, ops, forced
         self._slots, self._builder, self._sampler = slots, builder, sampler
+        self._drafted_from: Tensor | None = None
+        """[slots, drafts, width], from the first draft on that may be rejected."""
 
-    def judged(self, inputs: StepInputs, token_ids: Tensor) -> Tensor:
-        """The tokens [S] that drafts are compared with: those sampled, or, where one is forced,
-        the draft itself."""
+    def judged(self, inputs: StepInputs, logits: Tensor, token_ids: Tensor) -> Tensor:
+        """The tokens [S] that drafts are compared with: those sampled from logits [S, this rank's
+        rows]; of slots whose drafts may be rejected what rejection sampling gives; or, where one is
+        forced, the draft itself."""
+        token_ids = self._rejection_sampled(inputs, logits, token_ids)
         if not self._forced:
             return token_ids
         place = (inputs.sample_slots, inputs.sample_positions)
@@ -126,7 +136,11 @@ class Speculator:
         state, farthest = drafting[ends], slots.max_model_len - 1
         for number in range(num_drafts if counts else 0):
             positions = lengths + number
-            sampling = slots.sampling.rows(inputs.row_slots, positions, slots.token_ids)
+            sampling = slots.sampling.rows(
+                inputs.row_slots, positions, slots.token_ids, drafting=True
+            )
+            if slots.sampling.reject(inputs.row_slots):
+                self._keep(state, row_slots, number)
             logits = self._model.draft_logits(state)
             token_ids, is_nan = self._sampler.choose(logits, sampling)
             has_nan |= is_nan
@@ -136,3 +150,31 @@ class Speculator:
                 batch = self._builder.one_each(inputs.row_slots, at, token_ids)
                 state = self._model.draft(token_ids, state, batch, cache)
         return has_nan
+
+    def _rejection_sampled(self, inputs: StepInputs, logits: Tensor, token_ids: Tensor) -> Tensor:
+        """token_ids [S], where drafts that may be rejected lie with their outcome."""
+        table, first = self._slots, 0
+        places: list[tuple[int, int, int]] = []
+        for slot, size in zip(inputs.row_slots, inputs.sizes, strict=True):
+            if table.sampling.of(slot).rejects:
+                places += [(first + number, slot, number) for number in range(size - 1)]
+            first += size
+        for begin in range(0, len(places), PIECE_PLACES):
+            part = places[begin : begin + PIECE_PLACES]
+            at, slots, numbers = upload_all(logits.device, *zip(*part, strict=True))
+            positions = inputs.sample_positions[at]
+            rows = table.sampling.rows([slot for _, slot, _ in part], positions, table.token_ids)
+            assert rows is not None, "slots that reject draw"
+            assert self._drafted_from is not None, "drafts were made"
+            draft_logits = self._model.draft_logits(self._drafted_from[slots, numbers])
+            drafted = table.token_ids[slots, positions]
+            outcome = self._sampler.judge(logits[at], draft_logits, drafted, rows)
+            token_ids = token_ids.index_copy(0, at, outcome)
+        return token_ids
+
+    def _keep(self, state: Tensor, slots: Tensor, number: int) -> None:
+        """Keep what draft `number` of slots [R] comes from, state [R, width]."""
+        if self._drafted_from is None:
+            size = (len(self._slots.token_ids), self._slots.num_drafts, state.shape[1])
+            self._drafted_from = state.new_zeros(size)
+        self._drafted_from[slots, number] = state

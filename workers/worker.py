@@ -216,7 +216,7 @@ class Worker:
         output = step.output
         with self._group.direct.checked():
             tokens = array("i", output.tokens)
-        if self._watch is not None and (seen := self._watch.answered(step.number)) is not None:
+        if self._watch and (seen := self._watch.answered(step.number, len(tokens))) is not None:
             self._peer.send(StepsSeen(rank=self._rank, watched=seen))
         self._peer.send(
             StepResult(
@@ -292,25 +292,9 @@ class Worker:
                 if num_drafts
                 else DecodeSteps(self._weights, *owned, *where)
             )
-        builder = BatchBuilder(
-            ops,
-            slots,
-            shape,
-            windows,
-            is_hybrid=self._states is not None,
-            speculates=num_drafts > 0,
-        )
+        kinds = {"is_hybrid": self._states is not None, "speculates": num_drafts > 0}
+        builder = BatchBuilder(ops, slots, shape, windows, **kinds)
         own = (self._weights, ops, slots, builder, sampler, config.forced_acceptance)
         speculator = Speculator(*own) if num_drafts else None
-        return ModelRunner(
-            self._weights,
-            self._cache,
-            slots,
-            builder,
-            sampler,
-            self._graphs,
-            decode,
-            self._tracer,
-            self._states,
-            speculator,
-        )
+        parts = (self._weights, self._cache, slots, builder, sampler, self._graphs)
+        return ModelRunner(*parts, decode, self._tracer, self._states, speculator)

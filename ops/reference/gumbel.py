@@ -23,11 +23,16 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, first_id: int, num_ids: int) 
     seeds, positions [rows] int64. noise = -log(-log(u)) with u = (k + 1/2) / 2^52, k the upper 52
     bits of splitmix64: strictly inside (0, 1), so that the noise is finite.
     """
-    start = _mix(_mix(seeds + _GOLDEN) + (positions + 1) * _GOLDEN)
-    ids = torch.arange(first_id + 1, first_id + num_ids + 1, device=seeds.device)
-    bits = _mix(start[:, None] + ids * _GOLDEN)
-    uniform = (_shifted(bits, 12).double() + 0.5) * 2.0**-52
-    return -(-uniform.log()).log()
+    ids = torch.arange(first_id, first_id + num_ids, device=seeds.device)
+    return -(-_uniform(seeds[:, None], positions[:, None], ids).log()).log()
+
+
+def chance(seeds: Tensor, positions: Tensor) -> Tensor:
+    """A number in (0, 1) for each of seeds and positions [rows] int64, [rows] fp64.
+
+    It is that of id -1, which no token has: all noise of the same seeds is independent of it.
+    """
+    return _uniform(seeds, positions, torch.full_like(seeds, -1))
 
 
 def add_noise(
@@ -62,6 +67,12 @@ def noisy_argmax_keys(
     """
     noisy = add_noise(logits, temperature, seeds, positions, first_id)
     return argmax_keys(noisy, first_id, num_ids)
+
+
+def _uniform(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    start = _mix(_mix(seeds + _GOLDEN) + (positions + 1) * _GOLDEN)
+    bits = _mix(start + (ids + 1) * _GOLDEN)
+    return (_shifted(bits, 12).double() + 0.5) * 2.0**-52
 
 
 def _mix(x: Tensor) -> Tensor:

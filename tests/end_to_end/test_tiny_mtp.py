@@ -9,6 +9,7 @@ import re
 import pytest
 
 from tests.end_to_end.command import json_lines, run
+from unisono import LLM, SamplingParams
 
 PROMPTS = (
     "def read(self, path):",
@@ -58,6 +59,26 @@ def test_nor_do_they_drawn_on_ranks_or_in_bf16(way: tuple[str, ...]) -> None:
     assert 0 < right < checked
 
 
+def test_rejection_is_for_requests_without_a_seed() -> None:
+    """Those draw anew each time; greedy ones and those with a seed keep their answer."""
+    limits = {"max_tokens": 40, "ignore_eos": True}
+    promised = [SamplingParams(**limits), SamplingParams(temperature=0.8, seed=3, **limits)]
+    options = {"tp": 2, "max_model_len": 128}
+    with LLM("tiny-mtp", **options) as llm:
+        want = [llm.generate(PROMPTS[:3], params) for params in promised]
+    with LLM("tiny-mtp", speculate="3", accept="rejection", **options) as llm:
+        got = [llm.generate(PROMPTS[:3], params) for params in promised]
+        free = SamplingParams(temperature=0.8, **limits)
+        one, two = (llm.generate(PROMPTS[:3], free) for _ in range(2))
+    for answers, plain in zip(got, want, strict=True):
+        assert [each.digest for each in answers] == [each.digest for each in plain]
+    for first, second in zip(one, two, strict=True):
+        assert first.token_ids != second.token_ids
+        assert len(first.token_ids) == len(second.token_ids) == 40
+    _, err = run("generate", "tiny-mtp", "a", "--accept", "rejection", code=2)
+    assert "--accept rejection: judges drafts, and --speculate off makes none" in err
+
+
 def test_more_than_two_drafts_in_five_are_right(drafted) -> None:
     answers, _ = drafted
     right, checked = (
@@ -67,6 +88,34 @@ def test_more_than_two_drafts_in_five_are_right(drafted) -> None:
     shares = [r / c for r, c in zip(right, checked, strict=True)]
     assert sum(right) / sum(checked) > 0.4, shares
     assert shares[0] > 0.5, shares
+
+
+def test_stop_strings_among_accepted_drafts_end_everything_at_one_token() -> None:
+    """B62, B63: with 7 drafts as with none, text, ids, log-probabilities and count end where the
+    earliest match does, in the first accepted token too; stops of one character among them."""
+    params = [
+        SamplingParams(max_tokens=60, logprobs=1, stop=stop, temperature=heat, seed=seed)
+        for stop in (("(",), ("zzz", "e"), ("self.", "self"), ("\n",), ("return", "et", "r"))
+        for heat, seed in ((0.0, None), (0.9, 2))
+    ]
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(params))]
+    answers = []
+    for speculate in ("off", "7"):
+        with LLM("tiny-mtp", speculate=speculate, max_model_len=256) as llm:
+            asked = zip(prompts, params, strict=True)
+            answers.append([llm.generate(prompt, each)[0] for prompt, each in asked])
+    stopped = 0
+    for plain, drafted, each in zip(*answers, params, strict=True):
+        assert drafted.text == plain.text
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.finish_reason == plain.finish_reason
+        assert drafted.logprobs == plain.logprobs
+        assert drafted.logprobs is not None
+        assert [entry.token_id for entry in drafted.logprobs] == list(drafted.token_ids)
+        assert not any(stop in drafted.text for stop in each.stop)
+        stopped += drafted.finish_reason == "stop"
+    assert stopped > len(params) // 2
+    assert len({len(each.token_ids) for each in answers[1]}) > 3
 
 
 def test_it_writes_what_looks_like_python(plain) -> None:

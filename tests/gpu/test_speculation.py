@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests import talks
 from tests.closeness import assert_same_bits
 from tests.copying import write_copying_mtp
 from tests.rig import LocalEngine
-from tests.tiny import DRAFTING, random_ids
+from tests.test_rejection import (
+    FEW_IDS,
+    REJECTING,
+    always_the_same,
+    assert_odds_are_kept,
+    give_luck,
+)
+from tests.tiny import DRAFTING, random_ids, write_checkpoint
 from unisono.launcher.model_source import resolve_model
 from unisono.launcher.tokenizer import Tokenizer
 from unisono.runtime.protocol import SamplingParams
@@ -147,6 +155,66 @@ def test_a_captured_step_leaves_other_requests_alone(
     torch.cuda.synchronize()
     for mine, theirs in zip(tensors, before, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_talk_of_eight_thousand_tokens() -> None:
+    """B43: from graphs; greedy turns are the same with drafts, and drawn ones do not cost them."""
+    options = {"dtype": "bfloat16", "device": GPU, "graphs": True, "max_requests": 8}
+    whole = {**options, "max_model_len": 8192, "num_blocks": 400}
+    talks.assert_drafts_change_no_turn(650, whole)
+    # The model has learnt on 2,048 tokens: its drafts are not to be asked for more.
+    lengths = talks.lengths_by_turn(8, 150, {**options, "max_model_len": 2048, "num_blocks": 300})
+    assert sum(lengths[-3:]) > 0.85 * sum(lengths[:3]), lengths
+
+
+def test_rejection_beside_graphs(
+    erring: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same luck as eager steps; who is promised an answer has it, and steps without a
+    draft that may be rejected are replayed."""
+    give_luck(monkeypatch, always_the_same)
+    path, options = erring
+    asked, arrivals = prompts(), [0, 0, 0, 2, 4, 6, 8]
+    recipes = ({}, {"seed": 3, "temperature": 0.8}, {"temperature": 0.8})
+    params = [SamplingParams(**recipes[number % 3]) for number in range(len(asked))]
+    want = LocalEngine(path, **options).generate(asked, 24, arrivals, params=params)
+    rejecting = {"num_drafts": 3, "accept": "rejection", **options}
+    eager, replayed = (LocalEngine(path, graphs=graphs, **rejecting) for graphs in (False, True))
+    theirs = eager.generate(asked, 24, arrivals, params=params)
+    pool = replayed.ranks[0].pool
+    for _ in range(2):
+        got = replayed.generate(asked, 24, arrivals, params=params)
+        assert [each.token_ids for each in got] == [each.token_ids for each in theirs]
+        assert replayed.accepted == eager.accepted
+        for number, answer in enumerate(got):
+            if number % 3 < 2:
+                assert answer.token_ids == want[number].token_ids, f"request {number}"
+    assert ("tail", "rejection sampling") in pool.eager_runs
+    counted = pool.eager_runs["tail", "rejection sampling"]
+    replayed.generate(asked, 24, arrivals, params=params[:2] * 3 + params[:1])
+    replays = pool.num_replays
+    replayed.generate(asked, 24, arrivals, params=params[:2] * 3 + params[:1])
+    assert pool.eager_runs["tail", "rejection sampling"] == counted
+    assert pool.num_replays > replays + 10
+
+
+@pytest.mark.parametrize(
+    ("dtype", "recipe"),
+    [
+        ("float32", {"temperature": 2.5, "top_p": 0.8, "repetition_penalty": 1.3}),
+        ("bfloat16", {"temperature": 2.0}),
+    ],
+    ids=str,
+)
+def test_rejection_leaves_the_odds_as_they_are(
+    dtype: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20,000 draws of three tokens, with the kernels of a GPU."""
+    give_luck(monkeypatch, random.Random(0).randbytes)
+    write_checkpoint("qwen3.5", tmp_path, mtp=True)
+    options = {"dtype": dtype, "state_dtype": dtype, "device": GPU}
+    engine = LocalEngine(tmp_path, max_requests=256, num_blocks=256, **REJECTING, **options)
+    assert_odds_are_kept(engine, {**recipe, "logit_bias": FEW_IDS}, 20_000)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

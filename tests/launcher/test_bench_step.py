@@ -68,6 +68,16 @@ def bench(tmp_path, monkeypatch, capsys):
         (["--device", "cuda"], "--device cuda: no GPU is visible here"),
         (["--output", "/nowhere/x"], "--output /nowhere/x: its directory does not exist"),
         (["--kv-tokens", "64"], "No such option '--kv-tokens'"),
+        (["--speculate", "auto"], "--speculate auto: steps that are timed have the same number of"),
+        (["--speculate", "9"], "--speculate 9: choose off, auto, 1, 2"),
+        (["--speculate", "1"], "--speculate 1: drafts come from a layer of the model's own (MTP)"),
+        (["--force-acceptance", "0.5"], "--force-acceptance 0.5: is of drafts; choose --speculate"),
+        (["--force-acceptance", "1.5"], "--force-acceptance 1.5: must be above 0 and at most 1"),
+        (
+            ["--speculate", "3", "--batch", "2", "--max-step-tokens", "71"],
+            "--max-step-tokens 71: 2 requests that decode with 3 drafts each and a block of a promp"
+            "t take 72;",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_process_starts(bench, arguments, message):
@@ -87,12 +97,18 @@ def test_a_cluster_is_refused(bench, monkeypatch):
 
 @settings(max_examples=30)
 @given(
-    st.integers(1, 40), st.integers(1, 300), st.integers(1, 20), st.integers(0, 300), st.booleans()
+    st.integers(1, 40),
+    st.integers(1, 300),
+    st.integers(1, 20),
+    st.integers(0, 300),
+    st.booleans(),
+    st.integers(0, 3),
 )
-def test_requests_last_until_all_have_decoded_together(batch, context, steps, room, slowly):
-    """Handed over at once or one a step, and with as small steps as the command allows."""
-    budget = batch + 64 + room
-    longest = num_tokens(batch, context, steps, budget) - SPARE
+def test_requests_last_until_all_have_decoded_together(batch, context, steps, room, slowly, drafts):
+    """Handed over at once or one a step, with as small steps as the command allows, and drafts that
+    are all right."""
+    budget = batch * (1 + drafts) + 64 + room
+    longest = num_tokens(batch, context, steps, budget, drafts) - SPARE * (1 + drafts)
     scheduler = Scheduler(
         num_blocks=batch * ((context + longest) // 64 + 1),
         max_requests=batch,
@@ -100,6 +116,7 @@ def test_requests_last_until_all_have_decoded_together(batch, context, steps, ro
         max_step_tokens=budget,
         eos_token_ids=[],
         prefix_cache=False,
+        num_drafts=drafts,
     )
     waiting = [request(n, context, longest, ignore_eos=True) for n in range(batch)]
     for each in waiting:
@@ -110,10 +127,13 @@ def test_requests_last_until_all_have_decoded_together(batch, context, steps, ro
             scheduler.add(each)
         waiting = waiting[1:] if slowly else []
         if (plan := scheduler.next_plan()) is not None:
-            due.append(sum(phase != Phase.CHUNK for phase in plan.rows.phase))
-            full += len(plan.rows) == batch and plan.rows.decode_only
+            checked = plan.rows.drafts or [0] * len(plan.rows)
+            rows = zip(plan.rows.phase, checked, strict=True)
+            due.append([1 + each for phase, each in rows if phase != Phase.CHUNK])
+            full += len(plan.rows) == batch and plan.rows.decode_only and min(checked) == drafts
         if due and (plan is None or len(due) == 2):
-            scheduler.apply([7] * due.pop(0))
+            counts = due.pop(0)
+            scheduler.apply([7] * sum(counts), counts)
     assert full >= SKIPPED + max(steps + 1, TRACED)
 
 
@@ -151,6 +171,18 @@ def test_a_line_says_how_long_and_against_what():
     assert host.strip() == "host 0.200 ms a step; 2.0 graph replays a step; peak memory 3.00 GiB"
     assert max(map(len, (line, titles(), device, host))) <= WIDTH
     assert len(titles()) - len("digest") == len(line) - 16
+
+
+def test_drafts_give_a_step_more_tokens_and_a_line():
+    [[seen], other] = times().rounds
+    found = times(batch=2, drafts=3, rounds=[[replace(seen, num_tokens=84)], other])
+    found = replace(found, rounds=found.rounds[:1])
+    *_, drafts = details_of(found)
+    assert drafts.strip() == "3 drafts behind each row: 2.62 tokens a row and step"
+    assert row_of(found, "").split()[4] == "1,050.0"
+    assert (found.as_json()["tokens_per_step"], found.as_json()["drafts"]) == (5.25, 3)
+    alone = replace(found, batch=1)
+    assert closing_line(alone).startswith("5.00 ms a step of 1, ")
 
 
 def test_the_closing_line_takes_a_step_apart():
@@ -346,3 +378,37 @@ def test_two_ranks_measure_themselves(tmp_path):
         assert line["tokens_per_s"] == pytest.approx(1e3 * line["batch"] / line["ms_per_step"])
     assert alone["digest"] != three["digest"]
     assert table[-1].split(" a token, ")[0] == f"{alone['ms_per_step']:.2f} ms"
+
+
+@pytest.mark.timeout(100)
+def test_steps_with_drafts_are_timed_with_them():
+    """As they come, and all taken for right: then each row answers one more than it has drafts."""
+    sizes = ("--batch", "2", "--context", "40", "--steps", "6", "--rounds", "2", "--device", "cpu")
+    found = {}
+    for name, options in {
+        "off": (),
+        "real": ("--speculate", "2"),
+        "forced": ("--speculate", "2", "--force-acceptance", "1"),
+    }.items():
+        out, _ = command.run("bench", "step", "tiny-mtp", *sizes, *options)
+        *table, last = out.splitlines()
+        assert max(map(len, table)) <= WIDTH
+        assert any(line.startswith("SYNTHETIC: 1 of the drafts") for line in table) == (
+            name == "forced"
+        )
+        found[name] = json.loads(last)
+    lines = {name: each["lines"][0] for name, each in found.items()}
+    assert found["forced"]["workload"] == (
+        "prompts of 40 tokens, 6 steps, 2 drafts, synthetic acceptance 1, weights auto"
+    )
+    assert lines["real"]["digest"] == lines["off"]["digest"]
+    assert lines["forced"]["digest"] == "synthetic"
+    assert [line["same_answers"] for line in lines.values()] == [True, True, None]
+    assert [line["drafts"] for line in lines.values()] == [0, 2, 2]
+    assert lines["off"]["tokens_per_step"] == 2
+    assert 2 <= lines["real"]["tokens_per_step"] < 6
+    assert lines["forced"]["tokens_per_step"] == 6
+    assert lines["off"]["floor_ms"] < lines["real"]["floor_ms"]
+    for line in lines.values():
+        rate = line["tokens_per_step"] / line["ms_per_step"]
+        assert line["tokens_per_s"] == pytest.approx(1e3 * rate)

@@ -409,6 +409,20 @@ def _read_until(launcher: subprocess.Popen[bytes], moment: str) -> None:
     pytest.fail(f"the launcher ended before {moment!r}: {launcher.stderr.read().decode()}")
 
 
+@pytest.mark.parametrize("accept", ["coupled", "rejection"])
+def test_the_engine_is_told_whose_drafts_may_be_rejected(monkeypatch, accept):
+    launch = config()
+    worker = dataclasses.replace(launch.runtime.worker, accept=accept)
+    runtime = dataclasses.replace(launch.runtime, worker=worker)
+    running = Engine(dataclasses.replace(launch, runtime=runtime))
+    sent = []
+    monkeypatch.setattr(running, "_send", sent.append)
+    for options in ({}, {"temperature": 0.5}, {"temperature": 0.5, "seed": 0}):
+        running.submit([1], SamplingParams(**options))
+    assert [message.rejects for message in sent] == [False, accept == "rejection", False]
+    assert [message.params.seed is None for message in sent] == [True, False, False]
+
+
 def _directories() -> list[Path]:
     return list(Path(tempfile.gettempdir()).glob("unisono-*"))
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.copying import write_copying_mtp
 from tests.recurrent import RecurrentEngine
 from tests.rig import LocalEngine
 from tests.runtime.fakes import orders_of
 from tests.tiny import random_ids, write_checkpoint
 from unisono.launcher.flight_file import Flight, read_flight, replay_plans
+from unisono.launcher.replay import compare
 from unisono.models.config import ConfigError
 from unisono.runtime.flight import FlightRecorder
 from unisono.runtime.protocol import Failed, SamplingParams
@@ -36,10 +38,8 @@ class Recorded(LocalEngine):
     def step(self, plan: StepPlan) -> Any:
         self.recorder.plan(plan)
         output, logits = super().step(plan)
-        answer = int32s(output.tokens)
-        self.recorder.result(
-            StepResult(rank=0, step=plan.step, tokens=answer, digest=0, seconds=0.0)
-        )
+        answer = {"tokens": int32s(output.tokens), "counts": int32s(output.counts)}
+        self.recorder.result(StepResult(rank=0, step=plan.step, digest=0, seconds=0.0, **answer))
         return output, logits
 
 
@@ -134,6 +134,35 @@ def test_states_are_rebuilt_too(
             fresh.step(each)
         tokens = fresh.step(plan)[0].tokens
         assert int32s(tokens) == step.results[0].tokens, f"step {plan.step}"
+
+
+def test_what_hangs_on_drafts_that_may_be_rejected_is_not_compared(tmp_path: Path) -> None:
+    """Nobody recorded those drafts; their rows beside it, and all that have none, are compared."""
+    write_copying_mtp("qwen3-next", tmp_path, wrong=range(3, 80))
+    options = {"max_requests": 3}
+    engine = Recorded(tmp_path, num_drafts=2, accept="rejection", **options)
+    engine.recorder = FlightRecorder(512)
+    free, seeded = SamplingParams(temperature=1.5), SamplingParams(temperature=1.5, seed=3)
+    prompts = [random_ids(9, 199, seed=seed) for seed in range(3)]
+    engine.generate(prompts, 24, params=[free, seeded, SamplingParams()], arrivals=(0, 0, 2))
+    flight = landed(engine, tmp_path / "f", num_states=6)
+    compared, left = 0, 0
+    for step in flight.steps[::2]:
+        number, rows = step.plan.step, step.plan.rows
+        drafting = [slot for slot, drafts in zip(rows.slot, rows.drafts, strict=False) if drafts]
+        chance = flight.left_to_chance(number)
+        assert chance == {1} & {*drafting}
+        fresh = LocalEngine(tmp_path, **options)
+        *setup, plan = replay_plans(flight, number)
+        for each in setup:
+            fresh.step(each)
+        tokens = int32s(fresh.step(plan)[0].tokens)
+        for row in compare(step.plan, step.results, tokens, chance):
+            assert row.equal is (None if row.slot in chance else True)
+            compared += row.equal is True
+        left += len(chance)
+    assert compared > 5
+    assert left > 1
 
 
 def test_a_long_history_is_rebuilt_in_several_steps(

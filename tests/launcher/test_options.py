@@ -38,6 +38,7 @@ OTHER_VALUES = {
     "state_slots": ("6", 6),
     "state_dtype": ("bfloat16", "bfloat16"),
     "speculate": ("3", "3"),
+    "accept": ("rejection", "rejection"),
     "max_step_tokens": ("99", 99),
     "no_prefix_cache": (None, True),
     "no_graphs": (None, True),

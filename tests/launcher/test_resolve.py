@@ -310,4 +310,25 @@ def test_drafts_need_a_layer_that_makes_them() -> None:
     assert worker_of({"speculate": "auto"}, **drafting).num_drafts == 3
     with pytest.raises(ConfigError, match=r"--speculate 9: choose off, auto, 1, 2, .* or 8"):
         worker_of({"speculate": "9"}, **drafting)
+    # B42: each number works (tests/test_speculation.py) or is refused, with the limit.
+    for refused in ("0", "13", "-1", "none"):
+        with pytest.raises(ConfigError, match=rf"--speculate {refused}: choose off, .* 7 or 8"):
+            worker_of({"speculate": refused}, **drafting)
     assert model.num_mtp_layers == 0
+
+
+def test_rejection_needs_drafts_to_reject() -> None:
+    drafting = {"num_mtp_layers": 1}
+    for speculate in ("1", "auto"):
+        worker = worker_of({"accept": "rejection", "speculate": speculate}, **drafting)
+        assert worker.accept == "rejection"
+    assert worker_of({"accept": "coupled"}).accept == "coupled"
+    for asked in ({}, {"speculate": "off"}):
+        with pytest.raises(ConfigError) as caught:
+            worker_of({"accept": "rejection", **asked}, **drafting)
+        assert str(caught.value) == (
+            "--accept rejection: judges drafts, and --speculate off makes none; choose coupled, or "
+            "--speculate auto or 1 to 8"
+        )
+    with pytest.raises(ConfigError, match=r"--accept typical: choose coupled or rejection"):
+        worker_of({"accept": "typical"}, **drafting)

@@ -9,16 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.launcher.fakes import tiny_model
+from unisono.launcher.model_source import resolve_model
 from unisono.launcher.roofline import (
     H200_COPY,
     Items,
     answers_bytes,
     card_here,
+    draft_bytes,
     floor_s,
     kv_bytes,
     step_bytes,
     weight_bytes,
+    weight_sizes,
 )
+from unisono.models.config_reader import read_model_config
 from unisono.models.partition import ModelPartition
 from unisono.models.shapes import SHAPES
 
@@ -67,6 +71,19 @@ def test_a_step_reads_and_writes_the_state_of_each_row(state_dtype, ranks):
         for rank in range(ranks)
     ]
     assert answers_bytes(model, items, lengths) == pytest.approx(wanted)
+
+
+def test_a_draft_reads_a_layer_and_the_head_again():
+    """Of tiny-mtp, whose embedding is the head: once more for each draft, with the keys."""
+    model = read_model_config(resolve_model("tiny-mtp").path)
+    whole = ModelPartition.of(model, 1)
+    sizes = weight_sizes(ModelPartition.of(model, 1, drafts=True), 0, 2)
+    layer = sum(size for name, size in sizes.items() if name.startswith("mtp."))
+    keys = 3 * 100 * 2 * 2 * 64 * 2
+    assert layer > 0
+    assert draft_bytes(whole, 0, 2, 3, 100) == layer + 2 * 2048 * 256 + keys
+    [none], [two] = (step_bytes(whole, BF16, 3, 100, num_drafts=n) for n in (0, 2))
+    assert two - none == 2 * draft_bytes(whole, 0, 2, 3, 100)
 
 
 def test_ranks_share_a_memory_or_have_their_own():

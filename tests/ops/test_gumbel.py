@@ -10,7 +10,7 @@ import torch
 from tests.closeness import assert_same_bits
 from unisono.ops.reference import gumbel
 from unisono.ops.reference.filters import filter_logits
-from unisono.ops.reference.gumbel import add_noise, gumbel_noise
+from unisono.ops.reference.gumbel import add_noise, chance, gumbel_noise
 from unisono.ops.reference.sampling import argmax_keys, unpack_keys
 
 DRAWS = 20_000
@@ -127,6 +127,21 @@ def test_noise_is_the_published_hash() -> None:
         want = -math.log(-math.log(((bits >> 12) + 0.5) * 2.0**-52))
         got = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), token, 1)
         assert float(got) == pytest.approx(want, rel=1e-12)
+
+
+def test_chance_is_even_and_independent_of_noise() -> None:
+    """Of a position's own: sixteen classes of chance beside the token that is drawn there."""
+    seeds, positions = torch.full((DRAWS,), 1234), torch.arange(DRAWS)
+    luck = chance(seeds, positions)
+    assert luck.dtype == torch.float64
+    assert 0 < float(luck.min()) < float(luck.max()) < 1
+    classes = (luck * 16).long().tolist()
+    assert_drawn_from(classes, [1 / 16] * 16)
+    chances = expected()
+    tokens = draw(seeds, positions)
+    pairs = [a * len(chances) + b for a, b in zip(classes, tokens, strict=True)]
+    assert_drawn_from(pairs, [p / 16 for _ in range(16) for p in chances])
+    assert_same_bits("alone", chance(seeds[7:8], positions[7:8]), luck[7:8])
 
 
 def test_noise_is_finite_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:

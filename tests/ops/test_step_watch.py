@@ -59,12 +59,13 @@ def test_steps_that_count_are_noted_after_the_skipped_ones():
     seen = []
     for number, each in enumerate(plan):
         assert watched.launch(number, each, step) == "out"
-        seen.append(watched.answered(number))
+        seen.append(watched.answered(number, 3))
     # The third is the skipped one; the last comes too late.
     assert [number for number, each in enumerate(seen) if each] == [5]
     found = seen[5]
     assert found is not None
     assert found.num_keys == 10 + 20 + 11 + 21 + 12 + 22 + 6
+    assert found.num_tokens == 3 * 3
     assert (found.num_replays, found.num_captures) == (6, 0)
     assert found.eager == (("tail", "sampling", 3),)
     assert (len(found.period_ns), len(found.launch_ns)) == (2, 3)
@@ -76,12 +77,12 @@ def test_steps_that_count_are_noted_after_the_skipped_ones():
 
 def test_results_that_come_late_or_from_before_are_told_apart():
     watched = watch(Graphs(), skip=0, num_steps=2)
-    assert watched.answered(4) is None
+    assert watched.answered(4, 2) is None
     watched.launch(5, rows(1, 2), int)
-    assert watched.answered(4) is None
+    assert watched.answered(4, 2) is None
     watched.launch(6, rows(2, 3), int)
-    assert watched.answered(5) is None
-    assert watched.answered(6) is not None
+    assert watched.answered(5, 2) is None
+    assert watched.answered(6, 2) is not None
 
 
 def test_no_period_spans_a_step_that_does_not_count():
@@ -89,7 +90,7 @@ def test_no_period_spans_a_step_that_does_not_count():
     found = None
     for number, each in enumerate([rows(1, 2), rows(2), rows(3, 3), rows(4, 4)]):
         watched.launch(number, each, int)
-        found = watched.answered(number)
+        found = watched.answered(number, 2)
     assert found is not None
     assert len(found.period_ns) == 1
 
@@ -200,7 +201,7 @@ def test_a_traced_watch_sums_up_what_the_device_did(monkeypatch, num_steps):
     for number in range(5, 5 + num_steps):
         watched.launch(number, rows(1, 2), lambda: marks.append(1))
     assert stops == [num_steps]
-    found = [watched.answered(number) for number in range(5, 5 + num_steps)][-1]
+    found = [watched.answered(number, 2) for number in range(5, 5 + num_steps)][-1]
     assert found is not None
     assert found.device is not None
     assert (found.device.num_steps, found.device.busy_ns) == (num_steps - 1, 10)

@@ -6,7 +6,7 @@ from array import array
 
 from unisono.runtime.protocol import SamplingParams
 from unisono.runtime.request import Request
-from unisono.runtime.sampling_wire import open_sampling, with_seed
+from unisono.runtime.sampling_wire import is_rejecting, open_sampling, with_seed
 from unisono.workers.protocol import SlotSampling, unpack_sampling
 
 DRAWN = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=42)
@@ -55,6 +55,18 @@ def test_only_a_drawn_answer_without_a_seed_is_given_one() -> None:
     seeds = {with_seed(SamplingParams(temperature=1.0)).seed for _ in range(50)}
     assert len(seeds) == 50
     assert all(seed is not None and 0 <= seed < 2**63 for seed in seeds)
+
+
+def test_drafts_are_rejected_only_of_what_has_no_seed_and_is_drawn() -> None:
+    free = SamplingParams(temperature=0.7)
+    assert is_rejecting(free, "rejection")
+    for params in (DRAWN, SamplingParams(temperature=0.7, seed=0), SamplingParams()):
+        assert not is_rejecting(params, "rejection")
+    assert not is_rejecting(free, "coupled")
+    asked = request(with_seed(free))
+    assert [unpack_sampling(open_sampling([asked], [2]))[0].rejects] == [0]
+    asked.rejects = True
+    assert [unpack_sampling(open_sampling([asked], [2]))[0].rejects] == [1]
 
 
 def test_penalties_biases_and_late_ids_arrive_for_greedy_answers_too() -> None:

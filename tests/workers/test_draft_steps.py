@@ -24,6 +24,7 @@ from tests.copying import write_copying_mtp
 from tests.device_plans import with_device_plans
 from tests.ops import kernel_rig
 from tests.rig import Answer, LocalEngine
+from tests.test_rejection import always_the_same, give_luck
 from tests.tiny import random_ids, write_checkpoint
 from unisono.ops.kernels import attention, delta_plan, delta_rule, draft_plan, short_conv
 from unisono.ops.table import Ops
@@ -257,6 +258,25 @@ def test_what_needs_the_host_is_counted(erring: Path, monkeypatch: pytest.Monkey
     whys = {"sampling", "log-probabilities"}
     assert both.reasons("tail") == {"replay", "prompt tokens", *whys}
     assert both.reasons("forward") == {"replay", "prompt tokens"}
+
+
+def test_drafts_that_may_be_rejected_need_the_host_where_there_are_any(
+    erring: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps without such a request, or without drafts, are replayed; so is the model's part of the
+    others. Rejected or not: states and caches end as those of eager steps, byte for byte."""
+    give_luck(monkeypatch, always_the_same)
+    for script, whys in (((2,), {"rejection sampling"}), ((0,), set())):
+        both = Both(erring, num_drafts=2, accept="rejection", policy_of=scripted(*script))
+        _count_as_replays(both, monkeypatch)
+        for params in (
+            [SamplingParams(), SamplingParams(temperature=0.9, seed=1)],
+            [SamplingParams(), SamplingParams(temperature=0.9)],
+        ):
+            assert both.reasons("tail") <= {"replay", "prompt tokens"}
+            both.generate(prompts((5, 9)), max_tokens=12, params=params)
+        assert both.reasons("tail") == {"replay", "prompt tokens", *whys}
+        assert both.reasons("forward") == {"replay", "prompt tokens"}
 
 
 def _count_as_replays(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:

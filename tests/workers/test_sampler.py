@@ -48,6 +48,7 @@ KINDS = [
         min_tokens=400,
         late_ids=(5, 100, 289),
     ),
+    SlotSampling(temperature=1.0, seed=2**62, rejects=1),
 ]
 HISTORY = 900
 NUM_IDS = 290
@@ -137,6 +138,23 @@ def test_what_a_device_needs_of_draws_is_forgotten_too() -> None:
     assert seeds.tolist()[1] == 11
 
 
+def test_drafts_that_may_be_rejected_have_noise_of_their_own() -> None:
+    state, at = SamplingState(3, CPU), torch.tensor([4, 4, 4])
+    for slot, rejects in ((1, 0), (2, 1), (3, 0)):
+        state.open([slot], [SlotSampling(temperature=0.7, seed=10 + slot, rejects=rejects)])
+    assert state.reject([1, 2])
+    assert not state.reject([0, 1, 3])
+    chosen, drafted = (
+        state.rows([1, 2, 3], at, TOKEN_IDS, drafting=drafting) for drafting in (False, True)
+    )
+    assert chosen is not None
+    assert drafted is not None
+    assert chosen.seeds.tolist() == [11, 12, 13]
+    assert (chosen.seeds != drafted.seeds).tolist() == [False, True, False]
+    state.open([2], [SlotSampling()])
+    assert not state.reject([1, 2]), "a new request forgets the former"
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_keys_drawn_in_one_pass_are_those_of_the_rows(ranks: int) -> None:
     """What a captured step draws: greedy rows and drawn ones by one call."""
@@ -144,7 +162,7 @@ def test_keys_drawn_in_one_pass_are_those_of_the_rows(ranks: int) -> None:
     kinds = [row for row, slot in enumerate(slots) if KINDS[slot - 1].needs_noise_only]
     logits, positions = logits[kinds], positions[kinds]
     slots = [slots[row] for row in kinds]
-    assert set(slots) == {1, 2}
+    assert set(slots) == {1, 2, len(KINDS)}
 
     def drawn(sampler: Sampler, state: SamplingState, own: Tensor) -> Tensor:
         keys = sampler.drawn_keys(own, *state.draws(torch.tensor(slots)), positions)

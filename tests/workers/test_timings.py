@@ -27,6 +27,7 @@ WATCHED = Watched(
     period_ns=array("q", [2**40, 5]),
     launch_ns=array("q", [7]),
     num_keys=4096,
+    num_tokens=16,
     num_replays=32,
     num_captures=0,
     eager=(("tail", "sampling", 16), ("forward", "first run", 1)),
