@@ -19,7 +19,7 @@ _PIECE = 2048
 _BLOCK = 1024
 """Tokens of a history, or biases, of one program."""
 _CLEAR, _COUNT, _APPLY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_STEPS = (_CLEAR, _COUNT, _APPLY)
+_STEPS = (_CLEAR.value, _COUNT.value, _APPLY.value)
 
 
 def penalize(
