@@ -13,13 +13,22 @@ import triton.language as tl
 from torch import Tensor
 
 from unisono.ops.kernels.launch import launchable
-from unisono.ops.kernels.sampling import greatest, key_of, pieces_of
+from unisono.ops.kernels.sampling import LEAST_KEY, greatest, key_of, pieces_of
 
 _PIECE = 1024
+_KEYS_PIECE = 2048
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 _UNIT = tl.constexpr(2.0**-52)
+_HALF_UNIT = tl.constexpr(2.0**-53)
+_WHOLE = tl.constexpr(1 << 53)
+_NEAR_ONE = tl.constexpr(2.0**-6)
+"""Below this, log(1 - w) is taken from its series: 1 - w would have lost digits of w."""
+_ROUGH = tl.constexpr(2e-4)
+"""Twice what noise in fp32 may be off, ten times over: it is off by less than 1e-5."""
+_ROUGH_SUM = tl.constexpr(4e-6)
+"""Likewise, of a logit with its noise: fp32 rounds three times."""
 
 
 def add_noise(
@@ -44,7 +53,6 @@ def add_noise(
         noisy,
         first_id,
         shard,
-        WANTS_KEYS=False,
         PIECE=_PIECE,
         num_warps=4,
         enable_fp_fusion=False,
@@ -62,12 +70,13 @@ def noisy_argmax_keys(
 ) -> Tensor:
     """`argmax_keys(add_noise(...), first_id, num_ids)` [rows] int64 in one pass over the logits.
 
-    Arguments as in the two.
+    Arguments as in the two. The noise of `add_noise` is taken of those ids only that noise in fp32
+    cannot tell apart from the greatest of their piece: nearly always one.
     """
     _check(temperature, seeds, positions)
-    rows, eligible, pieces = pieces_of(logits, first_id, num_ids, _PIECE)
+    rows, eligible, pieces = pieces_of(logits, first_id, num_ids, _KEYS_PIECE)
     keys = torch.empty((rows, pieces), dtype=torch.int64, device=logits.device)
-    _noise_kernel[(rows, pieces)](
+    _keys_kernel[(rows, pieces)](
         logits,
         logits.stride(0),
         temperature,
@@ -76,8 +85,7 @@ def noisy_argmax_keys(
         keys,
         first_id,
         eligible,
-        WANTS_KEYS=True,
-        PIECE=_PIECE,
+        PIECE=_KEYS_PIECE,
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -101,27 +109,81 @@ def _noise_kernel(
     temperature_ptr: tl.tensor,
     seeds_ptr: tl.tensor,
     positions_ptr: tl.tensor,
-    out_ptr: tl.tensor,
+    noisy_ptr: tl.tensor,
     first_id: tl.tensor,
     width: tl.tensor,
-    WANTS_KEYS: tl.constexpr,
     PIECE: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    piece = tl.program_id(1)
-    columns = piece * PIECE + tl.arange(0, PIECE)
+    columns = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     inside = columns < width
     logits = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=0.0)
     start = stream_start(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
     bits = stream_bits(start, columns.to(tl.int64) + first_id)
+    noisy = _with_noise(logits, bits, tl.load(temperature_ptr + row))
+    tl.store(noisy_ptr + row * width + columns, noisy, mask=inside)
+
+
+@launchable
+@triton.jit
+def _keys_kernel(
+    logits_ptr: tl.tensor,
+    row_stride: tl.tensor,
+    temperature_ptr: tl.tensor,
+    seeds_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    first_id: tl.tensor,
+    width: tl.tensor,
+    PIECE: tl.constexpr,
+) -> None:
+    """The greatest key of a piece. fp64 takes a GPU so long that it is spared where it can be."""
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
+    columns = piece * PIECE + tl.arange(0, PIECE)
+    inside = columns < width
+    logits_ptr += row * row_stride
+    logits = tl.load(logits_ptr + columns, mask=inside, other=0.0)
+    temperature = tl.load(temperature_ptr + row)
+    key = tl.full((), LEAST_KEY, tl.int64)
+    if temperature == 0.0:
+        key = tl.max(key_of(logits, columns, inside, first_id), axis=0)
+    else:
+        start = stream_start(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+        bits = stream_bits(start, columns.to(tl.int64) + first_id)
+        rough = logits + temperature.to(tl.float32) * _rough_noise(bits)
+        best = tl.max(tl.where(inside, rough, -float("inf")), axis=0)
+        # Finite, so that nothing is taken from an infinity but a number.
+        slack = temperature.to(tl.float32) * _ROUGH + tl.minimum(tl.abs(best), 1e38) * _ROUGH_SUM
+        # NaN is near, too.
+        is_near = inside & ((rough < best - slack) == 0)
+        if tl.sum(is_near.to(tl.int32), axis=0) == 1:
+            column = tl.sum(tl.where(is_near, columns, 0), axis=0)
+            its_bits = stream_bits(start, column.to(tl.int64) + first_id)
+            its_noisy = _with_noise(tl.load(logits_ptr + column), its_bits, temperature)
+            key = key_of(its_noisy, column, column < width, first_id)
+        else:
+            noisy = _with_noise(logits, bits, temperature)
+            key = tl.max(key_of(noisy, columns, inside, first_id), axis=0)
+    tl.store(keys_ptr + row * tl.num_programs(1) + piece, key)
+
+
+@triton.jit
+def _with_noise(logits: tl.tensor, bits: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """fp32(logits + temperature * noise): what counts."""
     uniform = (bits.to(tl.int64).to(tl.float64) + 0.5) * _UNIT
     noise = -tl.log(-tl.log(uniform))
-    noisy = (logits.to(tl.float64) + tl.load(temperature_ptr + row) * noise).to(tl.float32)
-    if WANTS_KEYS:
-        key = key_of(noisy, columns, inside, first_id)
-        tl.store(out_ptr + row * tl.num_programs(1) + piece, tl.max(key, axis=0))
-    else:
-        tl.store(out_ptr + row * width + columns, noisy, mask=inside)
+    return (logits.to(tl.float64) + temperature * noise).to(tl.float32)
+
+
+@triton.jit
+def _rough_noise(bits: tl.tensor) -> tl.tensor:
+    """The noise in fp32, wherever u lies: near 1 by its distance w from there."""
+    odd = 2 * bits.to(tl.int64) + 1
+    u = odd.to(tl.float32) * _HALF_UNIT
+    w = -(odd - _WHOLE).to(tl.float32) * _HALF_UNIT
+    series = w * (1.0 + w * (0.5 + w * (0.3333333 + w * 0.25)))
+    return -tl.log(tl.where(w < _NEAR_ONE, series, -tl.log(u)))
 
 
 @triton.jit

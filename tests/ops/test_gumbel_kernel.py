@@ -84,6 +84,30 @@ def test_an_id_has_one_noise_in_every_shard_and_company() -> None:
         assert_same_bits(f"row {row} alone", alone, whole[row : row + 1])
 
 
+@triton.jit
+def rough_kernel(bits_ptr, out_ptr, count, BLOCK: tl.constexpr) -> None:
+    at = tl.arange(0, BLOCK)
+    bits = tl.load(bits_ptr + at, mask=at < count, other=0)
+    tl.store(out_ptr + at, gumbel._rough_noise(bits), mask=at < count)
+
+
+def test_noise_in_fp32_is_as_near_as_the_kernel_takes_it_to_be() -> None:
+    """Wherever the number lies, at both ends and where the formula changes, too."""
+    ends = torch.arange(0, 600)
+    powers = (2.0 ** torch.arange(0, 52, 0.25, dtype=torch.float64)).long()
+    turn = (1 << 52) - (1 << 46) + torch.arange(-300, 300)
+    bits = torch.cat([ends, powers, (1 << 52) - 1 - ends, (1 << 52) - powers, turn])
+    bits = torch.cat([bits, torch.randint(0, 1 << 52, (6000,))])
+    got = torch.empty(len(bits), device=kernel_rig.DEVICE)
+    block = triton.next_power_of_2(len(bits))
+    rough_kernel[(1,)](bits.to(got.device), got, len(bits), BLOCK=block)
+    # log(1 - w) where u is near 1: u itself has lost digits there.
+    u, w = (bits.double() + 0.5) * 2.0**-52, ((1 << 52) - 1 - bits).double() * 2.0**-52 + 2.0**-53
+    want = -(-torch.where(u < 0.5, u.log(), torch.log1p(-w))).log()
+    off = (got.cpu().double() - want).abs().max().item()
+    assert off < gumbel._ROUGH.value / 20, off
+
+
 @pytest.mark.parametrize("shard", [1, 1003, 2600])
 def test_fused_keys_are_those_of_the_noisy_logits(shard: int) -> None:
     logits, keys = torch.randn(9, shard).to(kernel_rig.DEVICE), requests(9)
@@ -93,6 +117,24 @@ def test_fused_keys_are_those_of_the_noisy_logits(shard: int) -> None:
     for num_ids in (40 + shard, 40 + shard // 2, 40):
         got = gumbel.noisy_argmax_keys(logits, *keys, 40, num_ids)
         assert_same_bits(f"ids to {num_ids}", got, argmax_keys(noisy, 40, num_ids))
+
+
+def test_fused_keys_where_noise_in_fp32_cannot_tell() -> None:
+    """Logits that differ by less than they round, huge and tiny temperatures, equal infinities."""
+    rows, shard = 7, 2100
+    logits, (temperature, seeds, positions) = torch.randn(rows, shard), requests(rows)
+    logits[0] = 3e7 + torch.randint(0, 8, (shard,)) * 2.0
+    logits[1] = -1e30
+    logits[2] *= 1e-6
+    logits[3, 5::100] = math.inf
+    logits[4] = torch.randint(0, 3, (shard,)).float()
+    logits[5] = -3e3
+    temperature = temperature.cpu()
+    temperature[:] = torch.tensor([1.0, 0.5, 1e-7, 0.9, 1e-300, 1e3, 1e30])
+    logits, temperature = on_device(logits, temperature)
+    noisy = gumbel.add_noise(logits, temperature, seeds, positions, 3)
+    got = gumbel.noisy_argmax_keys(logits, temperature, seeds, positions, 3, 2**31)
+    assert_same_bits("keys", got, argmax_keys(noisy, 3, 2**31))
 
 
 def test_a_temperature_of_zero_leaves_the_fused_keys_greedy() -> None:
