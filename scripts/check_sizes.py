@@ -50,6 +50,8 @@ BESIDE_THE_CORE = (
     "runtime/speculation.py",
     "workers/draft_steps.py",
     "workers/speculator.py",
+    # What short prompts are spared: they would be answered without it.
+    "workers/prompt_steps.py",
     # Loading: what `Model` is made of stands in models/.
     "workers/weights.py",
     # How messages travel: behind send and receive. What they say is counted.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unisono.ops import delta
 from unisono.ops.delta import PendingTokens
-from unisono.ops.kernels.attention import SPLIT, AttentionPlan
+from unisono.ops.kernels.attention import SPLIT, AttentionPlan, FewQueries, plan_attention
 from unisono.ops.kernels.delta_plan import DeltaPlan
 from unisono.ops.table import Ops
 
@@ -27,16 +27,16 @@ def with_device_plans(_rank: int, ops: Ops) -> Ops:
     def paged_attention(q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float) -> Tensor:
         if not isinstance(plan, AttentionPlan):
             return ops.paged_attention(q, k, v, plan, scale)
-        few = plan.few
-        assert few is not None
-        rows, firsts, starts, counts, partials = few.records.tolist()
-        for start, count in zip(starts, counts, strict=True):
-            assert 1 <= count <= few.longest, "more queries than there is room for"
-            assert (start + count - 1) // SPLIT < few.num_splits, "more splits than there is room"
-        assert partials == [row * few.num_splits for row in range(len(rows))]
+        records = [part.records for part in (plan.few, plan.many) if part is not None]
+        records = torch.cat(records, dim=1)
+        rows, firsts, starts, counts, _ = records[:, records[3] > 0].tolist()
+        if plan.few is not None:
+            _check(plan.few, plan.window)
+        assert plan.many is None or plan.many.records[3].max() <= plan.many.longest
         tables = plan.block_table[torch.tensor(rows)]
         own = ops.plan_attention(plan.shape, starts, counts, tables, plan.window)
         used = _used(firsts, counts)
+        assert len(used) == len(set(used)), "two rows for a token"
         return _spread(ops.paged_attention(q[used], k, v, own, scale), used, len(q), 0.0)
 
     def short_conv(
@@ -63,6 +63,24 @@ def with_device_plans(_rank: int, ops: Ops) -> Ops:
     return replace(
         ops, paged_attention=paged_attention, short_conv=short_conv, delta_rule=delta_rule
     )
+
+
+def with_device_plans_of_prompts(rank: int, ops: Ops) -> Ops:
+    """The same, and what the host lays out is laid out for a device."""
+    return replace(with_device_plans(rank, ops), plan_attention=plan_attention)
+
+
+def _check(few: FewQueries, window: int) -> None:
+    """That there is room for what the records say."""
+    taken = 0
+    for _, _, start, count, partial in few.records.T.tolist():
+        assert count <= few.longest, "more queries than there is room for"
+        if count > 0:
+            first = max(start - window + 1, 0) // SPLIT if window else 0
+            splits = (start + count - 1) // SPLIT - first + 1
+            assert splits <= few.num_splits, "more splits than there is room"
+            assert taken <= partial <= few.num_partials - splits, "partials that overlap"
+            taken = partial + splits
 
 
 def _delta_plan(plan: DeltaPlan) -> delta.DeltaPlan:

@@ -46,6 +46,7 @@ from unisono.workers.draft_steps import DraftSteps, used_places
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
 from unisono.workers.model_runner import ModelRunner, StepOutput
+from unisono.workers.prompt_steps import PromptSteps
 from unisono.workers.protocol import Phase, StepPlan
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
@@ -164,6 +165,7 @@ class LocalEngine:
         device: torch.device = CPU,
         graphs: bool = False,
         graph_buckets: Sequence[int] = (),
+        prompt_graphs: bool | None = None,
         forced: float = 0.0,
         max_in_flight: int = 2,
         attn: str = "auto",
@@ -189,6 +191,8 @@ class LocalEngine:
         self._path = "" if isinstance(model, ModelConfig) else str(model)
         self.graph_buckets = tuple(graph_buckets or buckets_up_to(max_requests))
         self._dtype, self._device, self._graphs = torch_dtype(dtype), device, graphs
+        on_gpu = device.type == "cuda"
+        self._prompt_graphs = graphs and on_gpu if prompt_graphs is None else prompt_graphs
         self._scheduling: dict[str, Any] = {
             "num_blocks": num_blocks,
             "max_requests": max_requests,
@@ -394,10 +398,13 @@ class LocalEngine:
                 if self._num_drafts
                 else DecodeSteps(*owned, *where)
             )
-        speculator = None
+        prompts = speculator = None
+        if self._prompt_graphs and not is_hybrid:
+            used = (model, cache, slots, pool, self.graph_buckets)
+            prompts = PromptSteps(*used, shape, windows, self._padding_ids)
         if self._num_drafts:
             speculator = Speculator(model, ops, slots, builder, sampler, self._forced)
-        owned = (cache, slots, builder, sampler, pool, decode, tracer, states, speculator)
+        owned = (cache, slots, builder, sampler, pool, decode, tracer, states, speculator, prompts)
         runner = ModelRunner(model, *owned)
         rank = Rank(group, ops, model, cache, states, runner, pool, build)
         model.logits = lambda hidden: _kept(rank, model.head(hidden))

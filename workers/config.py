@@ -94,15 +94,15 @@ class WorkerConfig:
     so that the answers are the same. rejection: of requests without a seed more, by rejection
     sampling: their answers are as likely as they were, and depend on the drafts."""
     no_graphs: bool = False
-    """On a GPU: launch every kernel of a decode step by itself, instead of replaying a captured
-    graph of them. The answers are the same; CUDA graphs are only faster."""
+    """On a GPU: launch every kernel of a step by itself, instead of replaying a captured graph of
+    them. The answers are the same; CUDA graphs are only faster."""
     graph_buckets: tuple[int, ...] = ()
     """Rows that graphs are captured for, ascending, on a GPU: a step takes the next larger number,
     and runs eagerly if it has more rows than the last. Unset: 1, 2, 4, 8, then every 8, from 32 on
     every 16, from 128 on every 32, up to --max-requests."""
     capture: str = "lazy"
     """When graphs are captured. lazy: where their size is wanted the second time. start: before the
-    first request, for all --graph-buckets and up to 1,024 tokens, which takes seconds."""
+    first request, for all --graph-buckets and up to 512 tokens, which takes seconds."""
     random_padding: bool = False
     """On a GPU: rows that fill a step up to a graph's size compute random tokens, so that they do
     not all want the same experts. The answers are the same."""

@@ -19,6 +19,7 @@ from unisono.workers.draft_steps import DraftSteps, LateDrafts, why_on_host
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
 from unisono.workers.logprobs import prompt_logprobs, token_logprobs
+from unisono.workers.prompt_steps import PromptSteps
 from unisono.workers.protocol import Rows, StepPlan, int32s
 from unisono.workers.sampler import Sampler, refuse_nan
 from unisono.workers.slot_table import SlotTable
@@ -83,6 +84,7 @@ class ModelRunner:
         tracer: Tracer | None = None,
         states: StatePool | None = None,
         speculator: Speculator | None = None,
+        prompts: PromptSteps | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -94,6 +96,7 @@ class ModelRunner:
         self._decode = decode
         self._states = states
         self._speculator = speculator
+        self._prompts = prompts
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepOutput | LateOutput:
@@ -142,8 +145,13 @@ class ModelRunner:
         if self._tracer is not None:
             self._tracer.begin(rows, self._slots)
         why = "laid out by the host" if rows.decode_only else "prompt tokens"
-        key = (len(inputs.batch.token_ids), len(rows))
-        hidden = self._graphs.run("forward", key, lambda: self._forward(inputs), why)
+        prompts = self._prompts if self._tracer is None else None
+        layout = None if prompts is None else prompts.layout(inputs)
+        if prompts is not None and layout is not None:
+            hidden = prompts.forward(inputs, layout)
+        else:
+            key = (len(inputs.batch.token_ids), len(rows))
+            hidden = self._graphs.run("forward", key, lambda: self._forward(inputs), why)
         records = prompt_logprobs(rows, self._slots, hidden, self._model.logits, self._sampler)
         return self._answer(plan, inputs, hidden, records, why)
 

@@ -41,6 +41,7 @@ from unisono.workers.memory import (
 from unisono.workers.model_runner import LateOutput, ModelRunner, StepOutput
 from unisono.workers.orders import WorkerOrders
 from unisono.workers.profile_run import capture_graphs, measure_budget
+from unisono.workers.prompt_steps import PromptSteps
 from unisono.workers.protocol import (
     Allocate,
     Loaded,
@@ -280,7 +281,7 @@ class Worker:
         owners = (self._cache, self._states, slots, self._weights)
         owners_there = [owner for owner in owners if owner is not None]
         self._graphs = self.make_pool(self._device, self._group, owners_there, off)
-        decode = None
+        decode = prompts = None
         if self._device.type == "cuda" and is_ours:
             rows, ids = config.max_requests, config.model.vocab_size * config.random_padding
             sizes = (rows, config.model.hidden_size, self._dtype, self._device, num_drafts, ids)
@@ -292,9 +293,12 @@ class Worker:
                 if num_drafts
                 else DecodeSteps(self._weights, *owned, *where)
             )
+            if not off and self._states is None:
+                used = (self._weights, self._cache, slots, self._graphs, config.graph_buckets)
+                prompts = PromptSteps(*used, shape, windows, ids)
         kinds = {"is_hybrid": self._states is not None, "speculates": num_drafts > 0}
         builder = BatchBuilder(ops, slots, shape, windows, **kinds)
         own = (self._weights, ops, slots, builder, sampler, config.forced_acceptance)
         speculator = Speculator(*own) if num_drafts else None
         parts = (self._weights, self._cache, slots, builder, sampler, self._graphs)
-        return ModelRunner(*parts, decode, self._tracer, self._states, speculator)
+        return ModelRunner(*parts, decode, self._tracer, self._states, speculator, prompts)

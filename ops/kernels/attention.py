@@ -36,7 +36,8 @@ _RUN_ROWS = 128
 """Rows (tokens x query heads of a KV head) of a run: those of the tallest tile."""
 _MERGE_HEIGHT = 8
 """Most rows that a program of the merge kernel takes."""
-_FIELDS = 5
+NUM_FIELDS = 5
+"""Numbers of a record."""
 _FEW_PROGRAMS = 132
 """Up to here every program has a multiprocessor to itself and may fill its shared memory."""
 
@@ -63,6 +64,8 @@ class ManyQueries:
     records: Tensor  # [5, runs] int32 on the device
     longest: int
     """Tokens of a run."""
+    has_gaps: bool = False
+    """As in FewQueries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,17 +119,17 @@ def plan_attention(
     spans = [_num_splits(row.start, row.count, window) for row in few]
     packed = _records(few, spans) + _records(many, [0] * len(many))
     records = upload(torch.tensor(packed, dtype=torch.int32), block_table.device)
-    border = _FIELDS * len(few)
+    border = NUM_FIELDS * len(few)
     few_queries = many_queries = None
     if few:
         few_queries = FewQueries(
-            records=records[:border].view(_FIELDS, -1),
+            records=records[:border].view(NUM_FIELDS, -1),
             longest=max(row.count for row in few),
             num_splits=max(spans),
             num_partials=sum(spans),
         )
     if many:
-        many_queries = ManyQueries(records=records[border:].view(_FIELDS, -1), longest=run)
+        many_queries = ManyQueries(records=records[border:].view(NUM_FIELDS, -1), longest=run)
     return AttentionPlan(
         shape=shape, block_table=block_table, window=window, few=few_queries, many=many_queries
     )
@@ -163,37 +166,48 @@ def plan_records(
     return AttentionPlan(shape=shape, block_table=block_table, window=window, few=few, many=None)
 
 
-def plan_decode_on_device(
+def plan_padded(
     shape: AttentionShape,
-    starts: Tensor,
-    counts: Tensor,
     block_table: Tensor,
+    few: Tensor,
+    many: Tensor,
     *,
-    max_count: int,
-    max_keys: int,
-    window: int = 0,
+    longest: int,
+    num_splits: int,
+    window: int,
 ) -> AttentionPlan:
-    """Plan a step of few queries a row whose lengths only the device knows.
+    """Plan a step by the records that `plan_attention` made of it, followed by some of no tokens.
 
-    starts, counts [rows] integers on the device; row i owns the tokens [i * max_count,
-    (i + 1) * max_count) of the step and has queries in the first counts[i] of them (none: its
-    outputs are left unwritten). starts[i] + counts[i] <= max_keys and counts[i] <= max_count <=
-    FEW. Makes device tensors only, so it can be captured with the launches that use it.
+    few, many [5, records] int32 on the device, either may have none; rows of few have at most
+    `longest` queries and none sees keys of more than `num_splits` splits. Tokens may be no row's.
     """
-    assert 1 <= max_count <= FEW, f"{max_count} queries a row are not few"
-    rows = starts.shape[0]
-    num_splits = splits_of_row(-(-max_keys // SPLIT), window, max_count)
-    order = torch.arange(rows, dtype=torch.int32, device=starts.device)
-    records = torch.stack(
-        (order, order * max_count, starts.int(), counts.int(), order * num_splits)
+    few_queries = many_queries = None
+    if few.shape[1]:
+        splits = splits_of_row(num_splits, window, longest)
+        few_queries = FewQueries(
+            records=few,
+            longest=longest,
+            num_splits=splits,
+            num_partials=few.shape[1] * splits,
+            has_gaps=True,
+        )
+    if many.shape[1]:
+        run = max(1, _RUN_ROWS // shape.group)
+        many_queries = ManyQueries(records=many, longest=run, has_gaps=True)
+    return AttentionPlan(
+        shape=shape, block_table=block_table, window=window, few=few_queries, many=many_queries
     )
-    few = FewQueries(
-        records=records,
-        longest=max_count,
-        num_splits=num_splits,
-        num_partials=rows * num_splits,
-    )
-    return AttentionPlan(shape=shape, block_table=block_table, window=window, few=few, many=None)
+
+
+def most_runs(shape: AttentionShape, num_tokens: int) -> int:
+    """Most runs that rows of more than FEW tokens are cut into, `num_tokens` together."""
+    run = max(1, _RUN_ROWS // shape.group)
+    return num_tokens // run + num_tokens // (FEW + 1)
+
+
+def view_records(numbers: Tensor, count: int) -> Tensor:
+    """The first of `numbers` [5 * at least count] as [5, count] records."""
+    return numbers[: NUM_FIELDS * count].view(NUM_FIELDS, count)
 
 
 def paged_attention(
@@ -218,7 +232,7 @@ def paged_attention(
     assert scale > 0
     if q.stride(2) != 1 or q.stride(1) != shape.head_dim:
         q = q.contiguous()
-    has_gaps = plan.few is not None and plan.few.has_gaps
+    has_gaps = any(part is not None and part.has_gaps for part in (plan.few, plan.many))
     make = torch.zeros if has_gaps else torch.empty
     out = make(q.shape, dtype=q.dtype, device=q.device)
     if plan.few is not None:

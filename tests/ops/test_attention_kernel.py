@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.closeness import assert_close, assert_same_bits
 from tests.ops.kernel_rig import (
@@ -20,9 +22,13 @@ from unisono.ops.attention import AttentionShape
 from unisono.ops.kernels import attention
 from unisono.ops.kernels.attention import (
     Launch,
+    most_runs,
     paged_attention,
     plan_attention,
-    plan_decode_on_device,
+    plan_padded,
+    plan_records,
+    splits_of_row,
+    view_records,
 )
 from unisono.ops.reference.attention import attention as reference
 
@@ -58,6 +64,14 @@ class Request:
         plan = plan_attention(self.shape, starts, counts, tables, window)
         out = paged_attention(q, self.k_cache, self.v_cache, plan, SCALE, slopes)
         return list(out.split(counts))
+
+
+def plan_on_the_device(shape, starts, counts, table, *, max_count, max_keys, window=0):
+    """Row i owns tokens [i * max_count, (i + 1) * max_count), queries in the first counts[i]."""
+    num_splits = splits_of_row(-(-max_keys // attention.SPLIT), window, max_count)
+    order = torch.arange(len(starts), dtype=torch.int32, device=starts.device)
+    columns = (order, order * max_count, starts.int(), counts.int(), order * num_splits)
+    return plan_records(shape, torch.stack(columns), table, num_splits, window, max_count)
 
 
 def request(length, shape, dtype, seed=0):
@@ -183,7 +197,7 @@ def test_a_plan_made_on_the_device(window, group):
     q = torch.zeros(64, group, 32, dtype=DTYPE, device=DEVICE)
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
         q[row * 16 : row * 16 + count] = one.q[start : start + count]
-    plan = plan_decode_on_device(
+    plan = plan_on_the_device(
         shape,
         torch.tensor(starts, device=DEVICE),
         torch.tensor(counts, device=DEVICE),
@@ -196,6 +210,40 @@ def test_a_plan_made_on_the_device(window, group):
     want = [one.attend([s], [c], window)[0] for s, c in zip(starts, counts, strict=True) if c]
     for row, rows in zip((0, 1, 3), want, strict=True):
         assert_same_bits(f"row {row}", got[row * 16 : row * 16 + len(rows)], rows)
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("group", [2, 7])
+def test_a_plan_padded_with_rows_of_no_tokens(window, group):
+    """More tokens, rows and runs than the step has: outputs of its own stay, others are zeros."""
+    shape = AttentionShape(group, 1, 32)
+    one = request(700, shape, DTYPE)
+    starts, counts = [600, 0, 3, 640, 130], [1, 16, 17, 60, 33]
+    plan = plan_attention(shape, starts, counts, one.table.expand(5, -1), window)
+    count, height = sum(counts), 192
+    parts = []
+    for queries, room in ((plan.few, 4), (plan.many, most_runs(shape, height))):
+        kept = torch.full((5 * (room + 3),), -7, dtype=torch.int32, device=DEVICE)
+        records = view_records(kept, room)
+        records[:, queries.records.shape[1] :] = 0
+        records[:, : queries.records.shape[1]] = queries.records
+        parts.append(records)
+    padded = plan_padded(shape, plan.block_table, *parts, longest=16, num_splits=4, window=window)
+    q = poisoned(height, group, 32, dtype=DTYPE)
+    q[:count] = torch.cat([one.q[s : s + c] for s, c in zip(starts, counts, strict=True)])
+    got = paged_attention(q, one.k_cache, one.v_cache, padded, SCALE)
+    want = torch.cat(one.attend(starts, counts, window))
+    assert_same_bits("the step", got[:count], want)
+    assert not got[count:].any()
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(1, 130))
+def test_there_is_room_for_all_runs(counts, group):
+    shape = AttentionShape(group, 1, 32)
+    table = torch.zeros(len(counts), 1, dtype=torch.int64)
+    plan = plan_attention(shape, [0] * len(counts), counts, table)
+    runs = 0 if plan.many is None else plan.many.records.shape[1]
+    assert runs <= most_runs(shape, sum(counts))
 
 
 def test_queries_may_be_a_part_of_wider_rows():
@@ -333,7 +381,7 @@ def test_a_captured_step_follows_the_lengths_on_the_device():
     q = torch.zeros(12, 8, 128, dtype=torch.bfloat16, device=DEVICE)
 
     def step():
-        plan = plan_decode_on_device(
+        plan = plan_on_the_device(
             shape, starts, counts, one.table.expand(3, -1), max_count=4, max_keys=2000
         )
         return paged_attention(q, one.k_cache, one.v_cache, plan, SCALE)

@@ -1,0 +1,149 @@
+"""Short steps with prompts, on a GPU: their forward pass is replayed from a graph.
+
+The host lays such a step out as any other (`BatchBuilder`); launching its kernels one by one would
+take the host longer than the device takes to run them. So what was laid out is copied to fixed
+addresses and padded: tokens that are no row's belong to slot 0, whose block is scratch, and
+attention has rows of no tokens. A graph is named by all that says how much is launched. Longer
+steps, in which the device is the slower one, run eagerly, and so do those of models with recurrent
+states.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.models.interface import ForwardBatch, Model
+from unisono.ops.attention import AttentionShape
+from unisono.workers.batch_builder import StepInputs
+from unisono.workers.graph_pool import GraphPool
+from unisono.workers.kv_cache import KVCache
+from unisono.workers.slot_table import SlotTable
+from unisono.workers.state_pool import caches_of
+
+HEIGHTS = (64, 128, 192, 256, 384, 512, 768, 1024)
+"""Tokens of a step, padding included."""
+
+
+class Layout(NamedTuple):
+    """The sizes of a step."""
+
+    height: int
+    """Tokens."""
+    few: int
+    """Rows that the decode kernel takes; 0: no row has so few queries."""
+    longest: int
+    """Most queries of these."""
+    num_splits: int
+    """Most splits of keys that these see."""
+    many: int
+    """Runs of tokens that the prefill kernel takes; 0 as well."""
+
+
+class PromptSteps:
+    """Runs the model on steps of up to HEIGHTS[-1] tokens; `buckets` are the heights of `few`.
+
+    `padding_ids`: as in `StepBuffers`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        slots: SlotTable,
+        graphs: GraphPool,
+        buckets: Sequence[int],
+        shape: AttentionShape,
+        windows: Iterable[int],
+        padding_ids: int = 0,
+    ) -> None:
+        # Triton is loaded where there is a GPU only.
+        from unisono.ops.kernels import attention
+
+        self._attention = attention
+        self._model, self._cache, self._slots, self._graphs = model, cache, slots, graphs
+        self._buckets, self._shape = buckets, shape
+        self._windows = tuple(sorted(set(windows)))
+        device, most = slots.token_ids.device, HEIGHTS[-1]
+        self._numbers = torch.zeros((3, most), dtype=torch.int64, device=device)
+        self._padding = torch.zeros((3, most), dtype=torch.int64, device=device)
+        if padding_ids:
+            seeded = torch.Generator().manual_seed(0)
+            self._padding[0] = torch.randint(padding_ids, (most,), generator=seeded).to(device)
+        fields, runs = attention.NUM_FIELDS, attention.most_runs(shape, most)
+        self._few, self._many = (
+            torch.zeros((len(self._windows), fields * count), dtype=torch.int32, device=device)
+            for count in (max(buckets, default=0), runs)
+        )
+
+    def layout(self, inputs: StepInputs) -> Layout | None:
+        """The sizes of a step, padded; None where no graph of it is wanted."""
+        kernels, rows, batch = self._attention, inputs.rows, inputs.batch
+        if len(batch.token_ids) > HEIGHTS[-1] or batch.delta is not None:
+            return None
+        few = [
+            (start, count)
+            for start, count in zip(rows.start, rows.count, strict=True)
+            if count <= kernels.FEW
+        ]
+        if len(few) > max(self._buckets, default=0):
+            return None
+        height = HEIGHTS[bisect_left(HEIGHTS, len(batch.token_ids))]
+        last = max((start + count - 1 for start, count in few), default=0)
+        return Layout(
+            height=height,
+            few=self._buckets[bisect_left(self._buckets, len(few))] if few else 0,
+            longest=kernels.FEW if any(count > 1 for _, count in few) else 1,
+            # A power of two, so that a request that grows does not want a graph of its own again.
+            num_splits=1 << (last // kernels.SPLIT).bit_length(),
+            many=kernels.most_runs(self._shape, height) if len(few) < len(rows) else 0,
+        )
+
+    def forward(self, inputs: StepInputs, layout: Layout) -> Tensor:
+        """Run the model; return the hidden states [T, width], good until another replay."""
+        self._fill(inputs, layout)
+        hidden = self._graphs.run("forward", layout, lambda: self._forward(layout))
+        return hidden[: len(inputs.batch.token_ids)]
+
+    def _fill(self, inputs: StepInputs, layout: Layout) -> None:
+        batch = inputs.batch
+        count, height = len(batch.token_ids), layout.height
+        self._numbers[:, count:height] = self._padding[:, count:height]
+        given = (batch.token_ids, batch.positions, batch.slot_mapping)
+        for numbers, those in zip(self._numbers, given, strict=True):
+            numbers[:count] = those
+        for number, window in enumerate(self._windows):
+            plan = batch.attention[window]
+            for queries, kept, room in (
+                (plan.few, self._few, layout.few),
+                (plan.many, self._many, layout.many),
+            ):
+                if queries is None:
+                    continue
+                records = self._attention.view_records(kept[number], room)
+                records[:, queries.records.shape[1] :] = 0
+                own = records[:, : queries.records.shape[1]]
+                own.copy_(queries.records)
+                # The plan's rows are those of the step; here they are slots.
+                own[0] = inputs.slot_of_token.index_select(0, own[1])
+
+    def _forward(self, layout: Layout) -> Tensor:
+        token_ids, positions, slot_mapping = self._numbers[:, : layout.height]
+        plans = {
+            window: self._attention.plan_padded(
+                self._shape,
+                self._slots.block_table,
+                self._attention.view_records(self._few[number], layout.few),
+                self._attention.view_records(self._many[number], layout.many),
+                longest=layout.longest,
+                num_splits=layout.num_splits,
+                window=window,
+            )
+            for number, window in enumerate(self._windows)
+        }
+        batch = ForwardBatch(token_ids, positions, slot_mapping, plans, None)
+        return self._model.forward(batch, caches_of(self._model.config, self._cache, None))
