@@ -311,6 +311,12 @@ def _choosing(vocabulary: int, rows: int) -> Iterator[Case]:
         first = torch.arange(0, 6 * rows, 6).to(at.device)
         return [partial(ops.accept_drafts, tokens, tokens.clone(), first, chain.to(at.device))]
 
+    def judge(at: Inputs, ops: Ops) -> list[Call]:
+        temperature, seeds, positions = _draws(at, rows)
+        those = (logits(at), logits(at).roll(1, 1), at.ids(rows, below=vocabulary), temperature)
+        return [lambda: ops.judge_drafts(*those, ops.chance(seeds, positions))]
+
+    yield Case(op="judge_drafts", label=label, num_bytes=3 * size, ours=judge)
     yield Case(op="accept_drafts", label=f"{rows} x 5", num_bytes=104 * rows, ours=accept)
     yield Case(op="argmax_keys", label=label, num_bytes=size, ours=argmax, torch=torch_argmax)
     yield Case(op="noisy_argmax_keys", label=label, num_bytes=size, ours=noisy)

@@ -30,6 +30,7 @@ TIMED_OPS = (
     "route_experts",
     "experts",
     "accept_drafts",
+    "judge_drafts",
     "argmax_keys",
     "noisy_argmax_keys",
     "unpack_keys",

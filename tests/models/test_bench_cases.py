@@ -32,6 +32,7 @@ TIMED_UNDER_OTHER_NAMES = {
     "pack_head": "head",
     "reduce_rows": "ordered_sum",
     "pack_experts": "experts",
+    "chance": "judge_drafts",
 }
 HYBRID = replace(
     SHAPES["qwen3.5-35b-a3b"],
