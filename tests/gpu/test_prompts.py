@@ -95,7 +95,7 @@ def test_prompts_alone_are_not_waited_for_where_there_are_drafts(tmp_path: Path)
     options = {"dtype": "bfloat16", "device": GPU, "graphs": True, "max_model_len": 200}
     engine = Napping(tmp_path, max_step_tokens=128, max_requests=10, num_drafts=3, **options)
     never_waits(engine, may_decode=False)
-    assert engine.num_strict >= 2
+    assert engine.num_strict >= 1, "the first step; those after it decode too"
 
 
 def test_a_nan_of_a_prompt_is_named_when_it_is_read(model: Path) -> None:
