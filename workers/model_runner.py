@@ -96,7 +96,7 @@ class ModelRunner:
         self._decode = decode
         self._states = states
         self._speculator = speculator
-        self._prompts = prompts
+        self._prompts = prompts if tracer is None else None
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepOutput | LateOutput:
@@ -145,11 +145,8 @@ class ModelRunner:
         if self._tracer is not None:
             self._tracer.begin(rows, self._slots)
         why = "laid out by the host" if rows.decode_only else "prompt tokens"
-        prompts = self._prompts if self._tracer is None else None
-        layout = None if prompts is None else prompts.layout(inputs)
-        if prompts is not None and layout is not None:
-            hidden = prompts.forward(inputs, layout)
-        else:
+        hidden = None if self._prompts is None else self._prompts.forward(inputs)
+        if hidden is None:
             key = (len(inputs.batch.token_ids), len(rows))
             hidden = self._graphs.run("forward", key, lambda: self._forward(inputs), why)
         records = prompt_logprobs(rows, self._slots, hidden, self._model.logits, self._sampler)

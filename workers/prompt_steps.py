@@ -103,8 +103,13 @@ class PromptSteps:
             many=kernels.most_runs(self._shape, height) if len(few) < len(rows) else 0,
         )
 
-    def forward(self, inputs: StepInputs, layout: Layout) -> Tensor:
-        """Run the model; return the hidden states [T, width], good until another replay."""
+    def forward(self, inputs: StepInputs) -> Tensor | None:
+        """Run the model; return the hidden states [T, width], good until another replay.
+
+        None: there is no graph of such a step, and nothing was run.
+        """
+        if (layout := self.layout(inputs)) is None:
+            return None
         self._fill(inputs, layout)
         hidden = self._graphs.run("forward", layout, lambda: self._forward(layout))
         return hidden[: len(inputs.batch.token_ids)]
