@@ -114,11 +114,11 @@ class Sampler:
 
     def _adjusted_keys(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         logits = self._adjusted(logits, rows)
-        scores = logits
-        if len(rows.whole):
-            noisy = self._noisy(logits[rows.whole], rows, rows.whole, self._first_id)
-            scores = logits.index_copy(0, rows.whole, noisy)
-        keys = self._keys(scores)
+        keys = self._keys(logits)
+        if len(at := rows.whole):
+            draws = (rows.temperature[at], rows.seeds[at], rows.positions[at])
+            ids = (self._first_id, self._num_ids)
+            keys = keys.index_copy(0, at, self._ops.noisy_argmax_keys(logits[at], *draws, *ids))
         if len(rows.filtered):
             # Every rank sees these rows whole, so all of them offer the same key.
             keys = keys.index_copy(0, rows.filtered, self._filtered_keys(logits, rows))
