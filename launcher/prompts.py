@@ -123,7 +123,7 @@ def check_prompts(requests: Sequence[Request], worker: WorkerConfig, max_tokens:
                 f"{worker.max_model_len} of {option_spec('max_model_len').flag}"
             )
         most = min(count + max_tokens, worker.max_model_len)
-        if (wanted := _held(most - 1)) > (held := _held(worker.kv_tokens)) > 0:
+        if (wanted := whole_blocks(most - 1)) > (held := whole_blocks(worker.kv_tokens)) > 0:
             raise RequestRejected(
                 f"{name} has {count} tokens: with up to {most - count} of answer that is more than "
                 f"the {held} of {option_spec('kv_tokens').flag}; choose {wanted} or more, or a "
@@ -138,7 +138,7 @@ def check_prompts(requests: Sequence[Request], worker: WorkerConfig, max_tokens:
                 )
 
 
-def _held(num_tokens: int) -> int:
+def whole_blocks(num_tokens: int) -> int:
     """The tokens of the KV blocks that hold so many."""
     return -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from unisono.workers.config import BLOCK_SIZE
+from unisono.launcher.prompts import whole_blocks
 
 LENGTHS = (1, 70, 63, 64, 62, 66, 200, 130, 33, 128, 129, 17, 65, 192, 5, 300)
 """Tokens of a prompt, in turn. Of the first three, all that a quick check has, one (`LONG`) is made
@@ -37,11 +37,6 @@ def prompt_lengths(count: int, chunk: int, longest: int) -> list[int]:
     # At a border, so that it wants another block at once, which the one before it may have.
     lengths[min(LONG, count - 1)] = long if chunk < long else whole_blocks(chunk + 1)
     return [min(lengths[number % len(lengths)], longest) for number in range(count)]
-
-
-def whole_blocks(num_tokens: int) -> int:
-    """The tokens of the blocks that so many tokens take."""
-    return -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def id_prompts(lengths: Sequence[int], vocab_size: int) -> list[tuple[int, ...]]:

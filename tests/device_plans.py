@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from unisono.ops import delta
 from unisono.ops.delta import PendingTokens
+from unisono.ops.kernels import attention, delta_plan, delta_rule, short_conv
 from unisono.ops.kernels.attention import SPLIT, AttentionPlan, FewQueries, plan_attention
 from unisono.ops.kernels.delta_plan import DeltaPlan
 from unisono.ops.table import Ops
@@ -70,17 +72,29 @@ def with_device_plans_of_prompts(rank: int, ops: Ops) -> Ops:
     return replace(with_device_plans(rank, ops), plan_attention=plan_attention)
 
 
+def with_kernels(_rank: int, ops: Ops) -> Ops:
+    """`ops` with the kernels that take such plans, where there is an interpreter for them."""
+    return replace(
+        ops,
+        plan_attention=attention.plan_attention,
+        paged_attention=attention.paged_attention,
+        plan_delta=partial(delta_plan.plan_delta, device=torch.device("cpu")),
+        short_conv=short_conv.short_conv,
+        delta_rule=delta_rule.delta_rule,
+    )
+
+
 def _check(few: FewQueries, window: int) -> None:
     """That there is room for what the records say."""
     taken = 0
-    for _, _, start, count, partial in few.records.T.tolist():
+    for _, _, start, count, place in few.records.T.tolist():
         assert count <= few.longest, "more queries than there is room for"
         if count > 0:
             first = max(start - window + 1, 0) // SPLIT if window else 0
             splits = (start + count - 1) // SPLIT - first + 1
             assert splits <= few.num_splits, "more splits than there is room"
-            assert taken <= partial <= few.num_partials - splits, "partials that overlap"
-            taken = partial + splits
+            assert taken <= place <= few.num_partials - splits, "partials that overlap"
+            taken = place + splits
 
 
 def _delta_plan(plan: DeltaPlan) -> delta.DeltaPlan:

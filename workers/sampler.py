@@ -116,9 +116,8 @@ class Sampler:
         logits = self._adjusted(logits, rows)
         keys = self._keys(logits)
         if len(at := rows.whole):
-            draws = (rows.temperature[at], rows.seeds[at], rows.positions[at])
-            ids = (self._first_id, self._num_ids)
-            keys = keys.index_copy(0, at, self._ops.noisy_argmax_keys(logits[at], *draws, *ids))
+            draws = (*_draws(rows, at), self._first_id, self._num_ids)
+            keys = keys.index_copy(0, at, self._ops.noisy_argmax_keys(logits[at], *draws))
         if len(rows.filtered):
             # Every rank sees these rows whole, so all of them offer the same key.
             keys = keys.index_copy(0, rows.filtered, self._filtered_keys(logits, rows))
@@ -147,7 +146,8 @@ class Sampler:
     def _filtered_keys(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         at = rows.filtered
         left = self._filtered(self._whole(logits[at]), rows)
-        return self._ops.argmax_keys(self._noisy(left, rows, at, 0), 0, self._num_ids)
+        noisy = self._ops.add_noise(left, *_draws(rows, at), 0)
+        return self._ops.argmax_keys(noisy, 0, self._num_ids)
 
     def _drawable(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """The whole rows of logits [n, this rank's rows], adjusted; -inf is what filters bar."""
@@ -166,13 +166,13 @@ class Sampler:
             whole, rows.temperature[at], rows.top_k[at], rows.top_p[at], rows.min_p[at]
         )
 
-    def _noisy(self, logits: Tensor, rows: SamplingRows, at: Tensor, first_id: int) -> Tensor:
-        return self._ops.add_noise(
-            logits, rows.temperature[at], rows.seeds[at], rows.positions[at], first_id
-        )
-
 
 def refuse_nan(is_nan: Iterable[bool]) -> None:
     """Raise FloatingPointError that names the sampling rows whose logits held a NaN, if any did."""
     if bad := [row for row, flag in enumerate(is_nan) if flag]:
         raise FloatingPointError(f"the logits of sampling rows {bad} hold NaN")
+
+
+def _draws(rows: SamplingRows, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Temperature, seed and position of rows at [n]."""
+    return rows.temperature[at], rows.seeds[at], rows.positions[at]

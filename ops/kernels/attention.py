@@ -53,8 +53,6 @@ class FewQueries:
     """Most splits that a row sees keys of."""
     num_partials: int
     """Splits that the rows see keys of, all rows together."""
-    has_gaps: bool = False
-    """Whether tokens of the step may be no row's: their outputs are zeros."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +62,6 @@ class ManyQueries:
     records: Tensor  # [5, runs] int32 on the device
     longest: int
     """Tokens of a run."""
-    has_gaps: bool = False
-    """As in FewQueries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +73,8 @@ class AttentionPlan:
     window: int
     few: FewQueries | None
     many: ManyQueries | None
+    has_gaps: bool = False
+    """Whether tokens of the step may be no row's: their outputs are zeros."""
 
 
 class Launch(NamedTuple):
@@ -103,7 +101,7 @@ def plan_attention(
     """
     few: list[_Row] = []
     many: list[_Row] = []
-    run = max(1, _RUN_ROWS // shape.group)
+    run = _tokens_of_run(shape)
     token = 0
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
         if 0 < count <= FEW:
@@ -156,14 +154,14 @@ def plan_records(
     i * num_splits. Of a step of several queries a row, tokens may be no row's.
     """
     assert 1 <= max_count <= FEW, f"{max_count} queries a row are not few"
-    few = FewQueries(
-        records=records,
-        longest=max_count,
-        num_splits=num_splits,
-        num_partials=records.shape[1] * num_splits,
+    return AttentionPlan(
+        shape=shape,
+        block_table=block_table,
+        window=window,
+        few=_few_on_device(records, num_splits, max_count),
+        many=None,
         has_gaps=max_count > 1,
     )
-    return AttentionPlan(shape=shape, block_table=block_table, window=window, few=few, many=None)
 
 
 def plan_padded(
@@ -181,28 +179,20 @@ def plan_padded(
     few, many [5, records] int32 on the device, either may have none; rows of few have at most
     `longest` queries and none sees keys of more than `num_splits` splits. Tokens may be no row's.
     """
-    few_queries = many_queries = None
-    if few.shape[1]:
-        splits = splits_of_row(num_splits, window, longest)
-        few_queries = FewQueries(
-            records=few,
-            longest=longest,
-            num_splits=splits,
-            num_partials=few.shape[1] * splits,
-            has_gaps=True,
-        )
-    if many.shape[1]:
-        run = max(1, _RUN_ROWS // shape.group)
-        many_queries = ManyQueries(records=many, longest=run, has_gaps=True)
+    splits, run = splits_of_row(num_splits, window, longest), _tokens_of_run(shape)
     return AttentionPlan(
-        shape=shape, block_table=block_table, window=window, few=few_queries, many=many_queries
+        shape=shape,
+        block_table=block_table,
+        window=window,
+        few=_few_on_device(few, splits, longest) if few.shape[1] else None,
+        many=ManyQueries(records=many, longest=run) if many.shape[1] else None,
+        has_gaps=True,
     )
 
 
 def most_runs(shape: AttentionShape, num_tokens: int) -> int:
     """Most runs that rows of more than FEW tokens are cut into, `num_tokens` together."""
-    run = max(1, _RUN_ROWS // shape.group)
-    return num_tokens // run + num_tokens // (FEW + 1)
+    return num_tokens // _tokens_of_run(shape) + num_tokens // (FEW + 1)
 
 
 def view_records(numbers: Tensor, count: int) -> Tensor:
@@ -232,8 +222,7 @@ def paged_attention(
     assert scale > 0
     if q.stride(2) != 1 or q.stride(1) != shape.head_dim:
         q = q.contiguous()
-    has_gaps = any(part is not None and part.has_gaps for part in (plan.few, plan.many))
-    make = torch.zeros if has_gaps else torch.empty
+    make = torch.zeros if plan.has_gaps else torch.empty
     out = make(q.shape, dtype=q.dtype, device=q.device)
     if plan.few is not None:
         _run_decode(out, q, k_cache, v_cache, plan, plan.few, scale * LOG2_E, slopes)
@@ -250,6 +239,20 @@ class _Row:
     token: int
     start: int
     count: int
+
+
+def _few_on_device(records: Tensor, num_splits: int, longest: int) -> FewQueries:
+    """Rows [5, rows] of which no more is known here than bounds."""
+    return FewQueries(
+        records=records,
+        longest=longest,
+        num_splits=num_splits,
+        num_partials=records.shape[1] * num_splits,
+    )
+
+
+def _tokens_of_run(shape: AttentionShape) -> int:
+    return max(1, _RUN_ROWS // shape.group)
 
 
 def _run_decode(

@@ -28,7 +28,7 @@ _REACH = tl.constexpr(4.0)
 normal logits 1 in 100 lies deeper."""
 _NO_MASS = tl.constexpr(28.5)
 """At this many temperatures below the greatest logit, a mass is rounded to 0: 41 log(2) is 28.4."""
-_UNIT = tl.constexpr(2.0**40)
+UNIT = tl.constexpr(2.0**40)
 """The mass of the likeliest token, as in the reference."""
 _ROUNDER = tl.constexpr(2.0**52)
 _ROUNDER_BITS = tl.constexpr(0x4330_0000_0000_0000)
@@ -131,7 +131,7 @@ def bin_of(logits: tl.tensor, best: tl.tensor, scale: tl.tensor) -> tl.tensor:
 def mass_of(likelihood: tl.tensor) -> tl.tensor:
     """round(2^40 likelihood), halves to even, int64. likelihood fp64 in [0, 1]."""
     # A number from 2^52 on has no bits for fractions, so that the sum is rounded.
-    bits = (likelihood * _UNIT + _ROUNDER).to(tl.int64, bitcast=True)
+    bits = (likelihood * UNIT + _ROUNDER).to(tl.int64, bitcast=True)
     return bits - _ROUNDER_BITS
 
 
@@ -294,14 +294,14 @@ def _bound_kernel(
             depth = 1.0 / (scale.to(tl.float64) * tl.load(temperature_ptr + row))
             depth, edge = tl.minimum(depth, 1e300), bins.to(tl.float64)
             # Of each bin; a mass may be rounded by half a unit.
-            most = tl.exp(-edge * depth * (1.0 - _EDGE)) + 1.0 / _UNIT
-            least = tl.exp(-(edge + 1.0) * depth * (1.0 + _EDGE)) - 1.0 / _UNIT
+            most = tl.exp(-edge * depth * (1.0 - _EDGE)) + 1.0 / UNIT
+            least = tl.exp(-(edge + 1.0) * depth * (1.0 + _EDGE)) - 1.0 / UNIT
             least = tl.where(bins < _BINS - 1, tl.maximum(least, 0.0), 0.0)
             # Of each bin and all before, and of all.
             most, least = tl.cumsum(taken * most, axis=0), tl.cumsum(taken * least, axis=0)
             most_all, least_all = tl.max(most, axis=0), tl.max(least, axis=0)
-            mass_most = tl.where(has_top_k, most_all, mass.to(tl.float64) / _UNIT)
-            mass_least = tl.where(has_top_k, least_all, mass.to(tl.float64) / _UNIT)
+            mass_most = tl.where(has_top_k, most_all, mass.to(tl.float64) / UNIT)
+            mass_least = tl.where(has_top_k, least_all, mass.to(tl.float64) / UNIT)
             # Neither is more than what the bins behind leave of the whole, or less.
             left_least, left_most = least_all - least, most_all - most
             most = tl.minimum(most, mass_most - left_least)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.ops.kernels.filter_bins import gap_to, mass_of
+from unisono.ops.kernels.filter_bins import UNIT, gap_to, mass_of
 from unisono.ops.kernels.launch import launchable, power_of_two
 from unisono.ops.kernels.sampling import (
     LEAST_KEY,
@@ -26,7 +26,6 @@ from unisono.ops.kernels.sampling import (
 
 _PIECE = 1024
 _MOST_TOP = 64
-_UNIT = tl.constexpr(2.0**40)
 
 
 def token_logprobs(
@@ -210,7 +209,7 @@ def _finish_kernel(
     at, held = row * pieces + piece, piece < pieces
     greater = tl.sum(tl.load(greater_ptr + at, mask=held, other=0), axis=0)
     mass = tl.sum(tl.load(masses_ptr + at, mask=held, other=0), axis=0)
-    total = tl.log(mass.to(tl.float64) / _UNIT)
+    total = tl.log(mass.to(tl.float64) / UNIT)
     best = logit_of(tl.load(best_ptr + row))
     own = _own_logit(logits_ptr, row_stride, token_ids_ptr, row, width)
     tl.store(logprob_ptr + row, (gap_to(own, best) - total).to(tl.float32))

@@ -119,5 +119,5 @@ def test_a_hot_launch_takes_microseconds_of_the_host() -> None:
         activation.silu_and_mul(x)
         times.append(time.perf_counter() - began)
         torch.cuda.synchronize()
-    # 12 us where it was measured; Triton alone takes 40 and more.
+    # 25 us where it was measured, beside other work: a step has hundreds of launches.
     assert sorted(times)[150] < 60e-6, sorted(times)[150]

@@ -10,8 +10,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,13 +19,12 @@ from torch import Tensor
 
 from tests.closeness import assert_same_bits
 from tests.copying import write_copying_mtp
-from tests.device_plans import with_device_plans
+from tests.device_plans import with_device_plans, with_kernels
 from tests.ops import kernel_rig
 from tests.rig import Answer, LocalEngine
 from tests.test_rejection import always_the_same, give_luck
 from tests.tiny import random_ids, write_checkpoint
-from unisono.ops.kernels import attention, delta_plan, delta_rule, draft_plan, short_conv
-from unisono.ops.table import Ops
+from unisono.ops.kernels import draft_plan
 from unisono.runtime.protocol import SamplingParams
 from unisono.runtime.speculation import DraftPolicy
 from unisono.workers import draft_steps
@@ -312,18 +309,8 @@ def test_with_the_kernels_of_a_gpu(erring: Path, monkeypatch: pytest.MonkeyPatch
     """Attention and the recurrent layers in the interpreter too; what is not written is NaN."""
     kernel_rig.make_products_hide_their_shape(monkeypatch)
 
-    def kernels(rank: int, ops: Ops) -> Ops:
-        return replace(
-            ops,
-            plan_attention=attention.plan_attention,
-            paged_attention=attention.paged_attention,
-            plan_delta=partial(delta_plan.plan_delta, device=torch.device("cpu")),
-            short_conv=short_conv.short_conv,
-            delta_rule=delta_rule.delta_rule,
-        )
-
     options = {"num_drafts": 2, "max_requests": 3, "policy_of": scripted(2, 2, 1)}
-    both = Both(erring, ops_of=kernels, eager_ops=kernels, **options)
+    both = Both(erring, ops_of=with_kernels, eager_ops=with_kernels, **options)
     both.generate(prompts((1, 3)), max_tokens=6)
     assert 0 < sum(map(sum, both.bodies.accepted)) < sum(map(sum, both.bodies.drafted))
 

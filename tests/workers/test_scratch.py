@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,21 +16,16 @@ import torch
 from torch import Tensor
 
 from tests.closeness import assert_same_bits
-from tests.device_plans import with_device_plans
+from tests.device_plans import with_device_plans, with_kernels
 from tests.ops import kernel_rig
 from tests.rig import LocalEngine, Rank
 from tests.scratch import poison_scratch
 from tests.tiny import random_ids, write_checkpoint
 from unisono.ops.comm import Group
 from unisono.ops.kernels import (
-    attention,
     decode,
-    delta_plan,
-    delta_rule,
     draft_plan,
-    short_conv,
 )
-from unisono.ops.table import Ops
 from unisono.workers.protocol import StepPlan
 
 T = TypeVar("T")
@@ -90,7 +83,7 @@ def test_it_reaches_no_collective(
     """With the kernels of a GPU, which read nothing that is hidden, padding has numbers."""
     kernel_rig.make_products_hide_their_shape(monkeypatch)
     write_checkpoint(name, tmp_path)
-    engine = LocalEngine(tmp_path, ops_of=_kernels, graphs=True, graph_buckets=(2,))
+    engine = LocalEngine(tmp_path, ops_of=with_kernels, graphs=True, graph_buckets=(2,))
     want = engine.generate(PROMPTS[:1], 3)
     met: list[Tensor] = []
     all_reduce = Group.all_reduce
@@ -153,17 +146,6 @@ def owned(rank: Rank, plan: StepPlan) -> list[set[int]]:
     states = {*table.states[[*slots]].tolist(), *plan.save_state}
     num_parts = 0 if rank.states is None else len(rank.states._tensors)
     return [*[slots] * 5, *[blocks] * 2 * len(rank.cache.layers), *[states] * num_parts]
-
-
-def _kernels(_rank: int, ops: Ops) -> Ops:
-    return replace(
-        ops,
-        plan_attention=attention.plan_attention,
-        paged_attention=attention.paged_attention,
-        plan_delta=partial(delta_plan.plan_delta, device=torch.device("cpu")),
-        short_conv=short_conv.short_conv,
-        delta_rule=delta_rule.delta_rule,
-    )
 
 
 def _locked(kernel: Callable[..., T], lock: threading.Lock) -> Callable[..., T]:
