@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unisono.ops import delta
-from unisono.ops.delta import PendingTokens
+from unisono.ops.delta import CHUNK, PendingTokens
 from unisono.ops.kernels import attention, delta_plan, delta_rule, short_conv
 from unisono.ops.kernels.attention import SPLIT, AttentionPlan, FewQueries, plan_attention
 from unisono.ops.kernels.delta_plan import DeltaPlan
@@ -69,7 +69,11 @@ def with_device_plans(_rank: int, ops: Ops) -> Ops:
 
 def with_device_plans_of_prompts(rank: int, ops: Ops) -> Ops:
     """The same, and what the host lays out is laid out for a device."""
-    return replace(with_device_plans(rank, ops), plan_attention=plan_attention)
+    return replace(
+        with_device_plans(rank, ops),
+        plan_attention=plan_attention,
+        plan_delta=partial(delta_plan.plan_delta, device=torch.device("cpu")),
+    )
 
 
 def with_kernels(_rank: int, ops: Ops) -> Ops:
@@ -99,13 +103,38 @@ def _check(few: FewQueries, window: int) -> None:
 
 def _delta_plan(plan: DeltaPlan) -> delta.DeltaPlan:
     _, starts, counts, chunked, pending, holds = plan.records.tolist()
-    assert not any(chunked), "tokens of a prompt"
     assert plan.may_hold or not any(holds)
     # A row from 0 on starts from nothing.
     late = [min(count, start) for count, start in zip(pending, starts, strict=True)]
-    none = [0] * len(starts)
-    numbers = plan.states
-    return delta.plan_delta(starts, counts, none, numbers, (), late, holds, device=numbers.device)
+    ends = [start + count for start, count in zip(starts, chunked, strict=True)]
+    prompts = [end if count else 0 for end, count in zip(ends, chunked, strict=True)]
+    numbers, saves = plan.states, _saves(plan, starts, counts, chunked)
+    return delta.plan_delta(
+        starts, counts, prompts, numbers, saves, late, holds, device=numbers.device
+    )
+
+
+def _saves(
+    plan: DeltaPlan, starts: list[int], counts: list[int], chunked: list[int]
+) -> list[tuple[int, int, int]]:
+    """What a plan saves, whose tiles are checked: each token of a row must lie in one."""
+    tiles: list[tuple[int, int, int]] = [tuple(tile) for tile in plan.tiles.T.tolist()]
+    wanted = {(row, at) for row, count in enumerate(counts) for at in range(0, count, CHUNK)}
+    found = [(row, at) for row, at, _ in tiles if counts[row]]
+    assert sorted(found) == sorted(wanted), "tiles of tokens"
+    in_prompts = {(row, at) for row, at in wanted if at < chunked[row]}
+    first = [(row, at) for row, at, _ in tiles[: plan.num_chunks] if counts[row]]
+    assert set(first) == in_prompts, "chunks are first"
+    of_row = {row: first for row, first in plan.chunk_rows.T.tolist() if counts[row]}
+    assert sorted(of_row) == [row for row, count in enumerate(chunked) if count]
+    for row, begin in of_row.items():
+        own = [tiles[begin + number][:2] for number in range(-(-chunked[row] // CHUNK))]
+        assert own == [(row, CHUNK * number) for number in range(len(own))], "chunks in order"
+    tails = [row for row in plan.tail_rows.tolist() if counts[row]]
+    assert tails == [row for row, count in enumerate(counts) if count > chunked[row]]
+    idle = [row for row, _, save in tiles if not counts[row] and save < 0]
+    assert len(found) + len(idle) == len(tiles), "padding that saves"
+    return [(row, starts[row] + at + CHUNK, save) for row, at, save in tiles if save >= 0]
 
 
 def _used(firsts: Sequence[int], counts: Sequence[int]) -> list[int]:

@@ -399,9 +399,9 @@ class LocalEngine:
                 else DecodeSteps(*owned, *where)
             )
         prompts = speculator = None
-        if self._prompt_graphs and not is_hybrid:
+        if self._prompt_graphs:
             used = (model, cache, slots, pool, self.graph_buckets)
-            prompts = PromptSteps(*used, shape, windows, self._padding_ids)
+            prompts = PromptSteps(*used, shape, windows, states, self._padding_ids)
         if self._num_drafts:
             speculator = Speculator(model, ops, slots, builder, sampler, self._forced)
         owned = (cache, slots, builder, sampler, pool, decode, tracer, states, speculator, prompts)

@@ -3,30 +3,35 @@
 The host lays such a step out as any other (`BatchBuilder`); launching its kernels one by one would
 take the host longer than the device takes to run them. So what was laid out is copied to fixed
 addresses and padded: tokens that are no row's belong to slot 0, whose block is scratch, and
-attention has rows of no tokens. A graph is named by all that says how much is launched. Longer
-steps, in which the device is the slower one, run eagerly, and so do those of models with recurrent
-states.
+attention and recurrent layers have rows of no tokens. A graph is named by all that says how much is
+launched. Longer steps, in which the device is the slower one, run eagerly.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unisono.models.interface import ForwardBatch, Model
 from unisono.ops.attention import AttentionShape
+from unisono.ops.delta import CHUNK
 from unisono.workers.batch_builder import StepInputs
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
 from unisono.workers.slot_table import SlotTable
-from unisono.workers.state_pool import caches_of
+from unisono.workers.state_pool import StatePool, caches_of
+
+if TYPE_CHECKING:
+    from unisono.ops.kernels.delta_plan import DeltaPlan, Sizes
 
 HEIGHTS = (64, 128, 192, 256, 384, 512, 768, 1024)
 """Tokens of a step, padding included."""
+PROMPTS = (1, 4, 16)
+"""Rows of a step that have recurrent states and tokens of a prompt, padding included."""
 
 
 class Layout(NamedTuple):
@@ -42,6 +47,8 @@ class Layout(NamedTuple):
     """Most splits of keys that these see."""
     many: int
     """Runs of tokens that the prefill kernel takes; 0 as well."""
+    delta: Sizes | None = None
+    """Of what the recurrent layers take, if there are any."""
 
 
 class PromptSteps:
@@ -59,13 +66,15 @@ class PromptSteps:
         buckets: Sequence[int],
         shape: AttentionShape,
         windows: Iterable[int],
+        states: StatePool | None = None,
         padding_ids: int = 0,
     ) -> None:
         # Triton is loaded where there is a GPU only.
-        from unisono.ops.kernels import attention
+        from unisono.ops.kernels import attention, delta_plan
 
-        self._attention = attention
+        self._attention, self._delta_plan = attention, delta_plan
         self._model, self._cache, self._slots, self._graphs = model, cache, slots, graphs
+        self._states = states
         self._buckets, self._shape = buckets, shape
         self._windows = tuple(sorted(set(windows)))
         device, most = slots.token_ids.device, HEIGHTS[-1]
@@ -74,6 +83,9 @@ class PromptSteps:
         if padding_ids:
             seeded = torch.Generator().manual_seed(0)
             self._padding[0] = torch.randint(padding_ids, (most,), generator=seeded).to(device)
+        if states is not None:
+            sizes = self._sizes(most, PROMPTS[-1], max(buckets, default=0))
+            self._delta = delta_plan.PaddedPlans(sizes, device)
         fields, runs = attention.NUM_FIELDS, attention.most_runs(shape, most)
         self._few, self._many = (
             torch.zeros((len(self._windows), fields * count), dtype=torch.int32, device=device)
@@ -83,7 +95,7 @@ class PromptSteps:
     def layout(self, inputs: StepInputs) -> Layout | None:
         """The sizes of a step, padded; None where no graph of it is wanted."""
         kernels, rows, batch = self._attention, inputs.rows, inputs.batch
-        if len(batch.token_ids) > HEIGHTS[-1] or batch.delta is not None:
+        if len(batch.token_ids) > HEIGHTS[-1]:
             return None
         few = [
             (start, count)
@@ -92,7 +104,9 @@ class PromptSteps:
         ]
         if len(few) > max(self._buckets, default=0):
             return None
-        height = HEIGHTS[bisect_left(HEIGHTS, len(batch.token_ids))]
+        height, delta = HEIGHTS[bisect_left(HEIGHTS, len(batch.token_ids))], None
+        if batch.delta is not None and (delta := self._padded_sizes(height, batch.delta)) is None:
+            return None
         last = max((start + count - 1 for start, count in few), default=0)
         return Layout(
             height=height,
@@ -101,6 +115,7 @@ class PromptSteps:
             # A power of two, so that a request that grows does not want a graph of its own again.
             num_splits=1 << (last // kernels.SPLIT).bit_length(),
             many=kernels.most_runs(self._shape, height) if len(few) < len(rows) else 0,
+            delta=delta,
         )
 
     def forward(self, inputs: StepInputs) -> Tensor | None:
@@ -114,6 +129,23 @@ class PromptSteps:
         hidden = self._graphs.run("forward", layout, lambda: self._forward(layout))
         return hidden[: len(inputs.batch.token_ids)]
 
+    def _padded_sizes(self, height: int, plan: DeltaPlan) -> Sizes | None:
+        """Of what the recurrent layers take, padded; None where there is no room for it."""
+        most = PROMPTS[-1], max(self._buckets, default=0)
+        counts = self._delta_plan.count_rows(plan)
+        if counts is None or any(count > limit for count, limit in zip(counts, most, strict=True)):
+            return None
+        prompts, tails = (
+            ladder[bisect_left(ladder, count)] if count else 0
+            for ladder, count in zip((PROMPTS, self._buckets), counts, strict=True)
+        )
+        return self._sizes(height, prompts, tails)
+
+    def _sizes(self, height: int, prompts: int, tails: int) -> Sizes:
+        """Of a step of so many tokens and rows: a prompt may end with a chunk that is not full."""
+        chunks = height // CHUNK + prompts if prompts else 0
+        return self._delta_plan.Sizes(chunks, prompts, tails)
+
     def _fill(self, inputs: StepInputs, layout: Layout) -> None:
         batch = inputs.batch
         count, height = len(batch.token_ids), layout.height
@@ -121,6 +153,8 @@ class PromptSteps:
         given = (batch.token_ids, batch.positions, batch.slot_mapping)
         for numbers, those in zip(self._numbers, given, strict=True):
             numbers[:count] = those
+        if layout.delta is not None:
+            self._delta.fill(layout.delta, batch.delta)
         for number, window in enumerate(self._windows):
             plan = batch.attention[window]
             for queries, kept, room in (
@@ -150,5 +184,6 @@ class PromptSteps:
             )
             for number, window in enumerate(self._windows)
         }
-        batch = ForwardBatch(token_ids, positions, slot_mapping, plans, None)
-        return self._model.forward(batch, caches_of(self._model.config, self._cache, None))
+        delta = None if layout.delta is None else self._delta.view(layout.delta)
+        batch = ForwardBatch(token_ids, positions, slot_mapping, plans, delta)
+        return self._model.forward(batch, caches_of(self._model.config, self._cache, self._states))

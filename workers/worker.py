@@ -293,9 +293,9 @@ class Worker:
                 if num_drafts
                 else DecodeSteps(self._weights, *owned, *where)
             )
-            if not off and self._states is None:
+            if not off:
                 used = (self._weights, self._cache, slots, self._graphs, config.graph_buckets)
-                prompts = PromptSteps(*used, shape, windows, ids)
+                prompts = PromptSteps(*used, *where, ids)
         kinds = {"is_hybrid": self._states is not None, "speculates": num_drafts > 0}
         builder = BatchBuilder(ops, slots, shape, windows, **kinds)
         own = (self._weights, ops, slots, builder, sampler, config.forced_acceptance)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,6 +143,84 @@ def plan_decode(positions: Tensor, states: Tensor) -> DeltaPlan:
     records[1].copy_(positions)
     records[2].fill_(1)
     return plan_records(records, states, 1)
+
+
+class Sizes(NamedTuple):
+    """Of a padded plan."""
+
+    chunks: int
+    """Tiles that begin in a prompt."""
+    prompts: int
+    """Rows with tokens of a prompt."""
+    tails: int
+    """Rows with tokens past it, a tile each; no row has both."""
+
+    @property
+    def rows(self) -> int:
+        """One of them has no tokens, however full the step is."""
+        return self.prompts + self.tails + 1
+
+
+def count_rows(plan: DeltaPlan) -> tuple[int, int] | None:
+    """How many rows of a plan have tokens of a prompt, and how many have others.
+
+    None: some have both, or more of the latter than a tile.
+    """
+    prompts, tails = plan.chunk_rows.shape[1], len(plan.tail_rows)
+    counts = (plan.records.shape[1], plan.tiles.shape[1] - plan.num_chunks)
+    return (prompts, tails) if counts == (prompts + tails, tails) else None
+
+
+class PaddedPlans:
+    """Fixed addresses for plans of up to `most` records, for launches that are captured.
+
+    What is left over of a plan's room belongs to a row of no tokens, whose state is scratch.
+    """
+
+    def __init__(self, most: Sizes, device: torch.device) -> None:
+        self._numbers = [
+            torch.zeros(count, dtype=torch.int32, device=device)
+            for count in (6 * most.rows, 3 * (most.chunks + most.tails), 2 * most.prompts)
+        ]
+        self._tails = torch.zeros(most.tails, dtype=torch.int32, device=device)
+        self._states = torch.zeros(most.rows, dtype=torch.int64, device=device)
+
+    def view(self, sizes: Sizes) -> DeltaPlan:
+        """The plan that lies here."""
+        widths = sizes.rows, sizes.chunks + sizes.tails, sizes.prompts
+        records, tiles, chunk_rows = (
+            numbers[: height * width].view(height, width)
+            for numbers, height, width in zip(self._numbers, (6, 3, 2), widths, strict=True)
+        )
+        return DeltaPlan(
+            records=records,
+            states=self._states[: sizes.rows],
+            tiles=tiles,
+            chunk_rows=chunk_rows,
+            tail_rows=self._tails[: sizes.tails],
+            num_chunks=sizes.chunks,
+            longest=CHUNK,
+            has_gaps=True,
+        )
+
+    def fill(self, sizes: Sizes, plan: DeltaPlan) -> None:
+        """Lay out `plan` here."""
+        kept, nobody = self.view(sizes), sizes.rows - 1
+        _pad(kept.records, plan.records, (0,) * 6)
+        _pad(kept.states[None], plan.states[None], (0,))
+        border, of_padding = sizes.chunks, (nobody, 0, _NOWHERE)
+        _pad(kept.tiles[:, :border], plan.tiles[:, : plan.num_chunks], of_padding)
+        _pad(kept.tiles[:, border:], plan.tiles[:, plan.num_chunks :], of_padding)
+        _pad(kept.chunk_rows, plan.chunk_rows, (nobody, 0))
+        _pad(kept.tail_rows[None], plan.tail_rows[None], (nobody,))
+
+
+def _pad(kept: Tensor, columns: Tensor, padding: tuple[int, ...]) -> None:
+    """Fill kept [fields, n] with columns [fields, up to n], and behind them with `padding`."""
+    count = columns.shape[1]
+    kept[:, :count] = columns
+    for row, number in zip(kept, padding, strict=True):
+        row[count:] = number
 
 
 def _columns(table: Sequence[tuple[int, ...]], width: int) -> list[int]:

@@ -91,8 +91,9 @@ def test_lower_priority_goes_first(tmp_path: Path) -> None:
         *("--max-requests", "1", "--max-tokens", "8", "--max-model-len", "64"),
     )
     answers = json_lines(out)
-    # The first holds the only place while the others come. Each time counts from the request's own
-    # arrival, so it says nothing of the first; of the others, who came later and ended earlier is less.
+    # The first holds the only place while the others come. Times count from a request's own
+    # arrival, so they say nothing of the first; of the others, later comers that end earlier have
+    # less of them.
     ended = sorted((1, 2, 3), key=lambda index: answers[index]["timing"]["total_s"])
     assert ended == [3, 2, 1]
     assert len({tuple(answer["token_ids"]) for answer in answers}) == 1

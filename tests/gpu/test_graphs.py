@@ -291,10 +291,8 @@ def test_short_prompts_are_replayed_and_change_nothing(model: Path) -> None:
     for _ in range(3):
         got = engine.generate(prompts, 8, arrivals)
         assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
-    is_hybrid = engine.config.is_hybrid
-    assert any(isinstance(key, Layout) for _, key in pool._graphs) == (not is_hybrid)
-    forwards = pool.eager_runs["forward", "prompt tokens"]
-    assert (forwards > 0) == is_hybrid, "the host launched what a graph could"
+    assert any(isinstance(key, Layout) for _, key in pool._graphs)
+    assert not pool.eager_runs["forward", "prompt tokens"], "the host launched what a graph could"
 
 
 @torch.inference_mode()

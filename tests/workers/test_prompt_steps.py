@@ -17,9 +17,10 @@ from tests.rig import LocalEngine
 from tests.tiny import random_ids, write_checkpoint
 from unisono.models.interface import Caches, ForwardBatch
 from unisono.runtime.protocol import SamplingParams
-from unisono.workers.prompt_steps import HEIGHTS, Layout
+from unisono.workers.prompt_steps import HEIGHTS, PROMPTS, Layout
 
 attention = pytest.importorskip("unisono.ops.kernels.attention")
+delta_plan = pytest.importorskip("unisono.ops.kernels.delta_plan")
 
 LENGTHS = (1, 2, 16, 17, 63, 64, 65, 90, 5, 33)
 ARRIVALS = (0, 0, 1, 2, 2, 4, 4, 6, 7, 8)
@@ -32,7 +33,7 @@ PADDED: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3-moe"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3-moe", "qwen3-next"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(request.param)
     write_checkpoint(request.param, directory)
@@ -93,7 +94,8 @@ class Rows:
     def __init__(self, start: Sequence[int], count: Sequence[int]) -> None:
         self.start, self.count = start, count
         self.rows, self.batch = self, self
-        self.token_ids, self.delta = [0] * sum(count), None
+        self.token_ids: list[int] = [0] * sum(count)
+        self.delta: Any = None
 
     def __len__(self) -> int:
         return len(self.count)
@@ -141,6 +143,64 @@ def test_steps_that_differ_by_a_token_share_a_graph(steps: Any) -> None:
     assert of((0, 100), (40, 1)) != of((0, 99), (40, 2)), "more than one query"
     assert of((0, 100)) != of((0, 129))
     assert of((0, HEIGHTS[-1] + 1)) is None
-    hybrid = Rows([0], [100])
-    hybrid.delta = "a plan"  # type: ignore[assignment]
-    assert steps.layout(hybrid) is None
+
+
+@pytest.fixture(scope="module")
+def hybrid_steps(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("qwen3-next")
+    write_checkpoint("qwen3-next", directory)
+    return LocalEngine(directory, **PADDED).ranks[0].runner._prompts
+
+
+HYBRID_ROWS = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(1, 150), st.integers(0, 9)).map(
+        # A prompt's rows begin on the grid of chunks; what was answered to it may follow.
+        lambda each: (64 * each[0], each[1] + each[2], 64 * each[0] + each[1])
+    )
+    | st.tuples(st.integers(1, 400), st.integers(1, 90)).map(lambda each: (*each, each[0])),
+    min_size=1,
+    max_size=24,
+)
+
+
+@settings(max_examples=100)
+@given(rows=HYBRID_ROWS)
+def test_there_is_room_for_every_step_of_a_hybrid(
+    hybrid_steps: Any, rows: list[tuple[int, int, int]]
+) -> None:
+    """Rows of (start, count, prompt)."""
+    start, count, prompt = zip(*rows, strict=True)
+    step = Rows(start, count)
+    step.delta = plan = delta_plan.plan_delta(
+        start, count, prompt, torch.arange(len(rows)), device=torch.device("cpu")
+    )
+    layout = hybrid_steps.layout(step)
+    prompts = [row for row in rows if row[0] < row[2]]
+    if (
+        sum(count) > HEIGHTS[-1]
+        or any(at < end < at + each for at, each, end in rows)
+        or any(each > 64 for at, each, end in rows if at >= end)
+        or len(prompts) > PROMPTS[-1]
+        or max(len(rows) - len(prompts), sum(each <= 16 for each in count)) > 12
+    ):
+        assert layout is None
+        return
+    with torch.inference_mode():
+        hybrid_steps._delta.fill(layout.delta, plan)
+    kept = hybrid_steps._delta.view(layout.delta)
+    assert kept.records[2].sum() == sum(count)
+    assert {*kept.states.tolist()} == {0, *range(len(rows))}
+    assert (kept.tiles[2] < 0).all()
+
+
+def test_drafts_and_pre_emption_beside_padded_prompts(tmp_path: Path) -> None:
+    """Rows that hold tokens back, and requests computed again with what was answered to them."""
+    write_checkpoint("qwen3-next", tmp_path, mtp=True)
+    options = {"max_step_tokens": 70, "max_requests": 12, "num_blocks": 6}
+    want = generate(LocalEngine(tmp_path, **options))
+    for num_drafts in (0, 2):
+        engine = LocalEngine(tmp_path, **options, num_drafts=num_drafts, **PADDED)
+        for ours, theirs in zip(generate(engine), want, strict=True):
+            assert ours.token_ids == theirs.token_ids
+            assert_same_bits("logits", torch.stack(ours.logits), torch.stack(theirs.logits))
+        assert num_drafts or engine.num_preemptions
