@@ -23,6 +23,7 @@ from unisono.ops.attention import PAGE, AttentionShape
 from unisono.ops.kernels.attention_decode import decode_kernel, merge_kernel
 from unisono.ops.kernels.attention_prefill import prefill_kernel
 from unisono.ops.kernels.attention_tiles import SPLIT_TILES
+from unisono.ops.kernels.gaps import Outputs
 from unisono.ops.kernels.launch import power_of_two
 from unisono.ops.kernels.overlap import overlap_options
 from unisono.ops.transfer import upload
@@ -73,8 +74,8 @@ class AttentionPlan:
     window: int
     few: FewQueries | None
     many: ManyQueries | None
-    has_gaps: bool = False
-    """Whether tokens of the step may be no row's: their outputs are zeros."""
+    outputs: Outputs | None = None
+    """Where tokens of the step may be no row's: their outputs are zeros."""
 
 
 class Launch(NamedTuple):
@@ -160,7 +161,7 @@ def plan_records(
         window=window,
         few=_few_on_device(records, num_splits, max_count),
         many=None,
-        has_gaps=max_count > 1,
+        outputs=Outputs() if max_count > 1 else None,
     )
 
 
@@ -186,7 +187,7 @@ def plan_padded(
         window=window,
         few=_few_on_device(few, splits, longest) if few.shape[1] else None,
         many=ManyQueries(records=many, longest=run) if many.shape[1] else None,
-        has_gaps=True,
+        outputs=Outputs(),
     )
 
 
@@ -212,7 +213,8 @@ def paged_attention(
 
     q [T, heads, head_dim], heads of a token contiguous; caches [blocks, kv_heads, PAGE, head_dim]
     contiguous, of the dtype of q. `scale` > 0. slopes [heads] fp32 as in the reference. Returns
-    [T, heads, head_dim] in the dtype of q. Keys no query of the step sees may hold anything.
+    [T, heads, head_dim] in the dtype of q; where the plan has `outputs`, good until the next call
+    with it. Keys no query of the step sees may hold anything.
     """
     shape = plan.shape
     assert q.dtype == k_cache.dtype == v_cache.dtype
@@ -222,8 +224,10 @@ def paged_attention(
     assert scale > 0
     if q.stride(2) != 1 or q.stride(1) != shape.head_dim:
         q = q.contiguous()
-    make = torch.zeros if plan.has_gaps else torch.empty
-    out = make(q.shape, dtype=q.dtype, device=q.device)
+    if plan.outputs is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    else:
+        out = plan.outputs.like(q, *q.shape)
     if plan.few is not None:
         _run_decode(out, q, k_cache, v_cache, plan, plan.few, scale * LOG2_E, slopes)
     if plan.many is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from unisono.ops.delta import CHUNK, DeltaRow, PendingTokens, delta_rows
+from unisono.ops.kernels.gaps import Outputs
 from unisono.ops.transfer import upload
 
 _NOWHERE = -1
@@ -41,8 +42,8 @@ class DeltaPlan:
     """Most tokens of a tile."""
     may_hold: bool = True
     """Whether a row may hold back."""
-    has_gaps: bool = False
-    """Whether tokens of the step may be no row's: their outputs of the delta rule are zeros."""
+    outputs: Outputs | None = None
+    """Where tokens of the step may be no row's: their outputs of the delta rule are zeros."""
     most_pending: int = 0
     """Tokens that must have room in a state's `PendingTokens`, as far as the host knows."""
     rows: tuple[DeltaRow, ...] = ()
@@ -131,7 +132,7 @@ def plan_records(records: Tensor, states: Tensor, max_count: int) -> DeltaPlan:
         tail_rows=order,
         num_chunks=0,
         longest=max_count,
-        has_gaps=max_count > 1,
+        outputs=Outputs() if max_count > 1 else None,
     )
 
 
@@ -200,7 +201,7 @@ class PaddedPlans:
             tail_rows=self._tails[: sizes.tails],
             num_chunks=sizes.chunks,
             longest=CHUNK,
-            has_gaps=True,
+            outputs=Outputs(),
         )
 
     def fill(self, sizes: Sizes, plan: DeltaPlan) -> None:

@@ -49,13 +49,16 @@ def delta_rule(
     [T, H], rows may lie apart; decay = -exp(A_log) and dt_bias [H] fp32, contiguous; state
     [states, H, V, K] fp32, bf16 or fp16, contiguous, read and written. What it has for a row that
     begins at position 0 is not read. `pending`, contiguous, may be None where nothing is and no row
-    holds back. Returns [T, H, V] in the dtype of `mixed`.
+    holds back. Returns [T, H, V] in the dtype of `mixed`; where the plan has `outputs`, good until
+    the next call with it.
     """
     _, heads, value_dim, key_dim = state.shape
     _check(mixed, b, a, decay, dt_bias, state, num_key_heads)
     shape = (len(mixed), heads, value_dim)
-    make = torch.zeros if plan.has_gaps else torch.empty
-    out = make(shape, dtype=mixed.dtype, device=mixed.device)
+    if plan.outputs is None:
+        out = torch.empty(shape, dtype=mixed.dtype, device=mixed.device)
+    else:
+        out = plan.outputs.like(mixed, *shape)
     common = {
         "KEY_HEADS": num_key_heads,
         "HEADS": heads,
