@@ -25,7 +25,7 @@ from unisono.ops.kernels import symmetric as kernels
 from unisono.ops.kernels.launch import blocks_of, power_of_two
 from unisono.ops.kernels.norm import shape_of_program
 
-CROSSOVER = {2: (512 << 10, 8 << 20), 4: (256 << 10, 8 << 20), 8: (128 << 10, 8 << 20)}
+CROSSOVER = {2: (512 << 10, 64 << 20), 4: (256 << 10, 8 << 20), 8: (128 << 10, 8 << 20)}
 """By the number of ranks, or the next one: up to how many bytes one-shot and two-shot serve. A
 one-shot sends everything to every peer, twice as large; above both, NCCL gathers."""
 WAIT_S = 300.0
@@ -38,6 +38,8 @@ _WORD, _SIGNAL = 8, 8
 _BLOCK_WORDS = 1024
 _REGION_WORDS = 4096
 """Of 32 bits each: the widest row of a fused kernel, 8,192 numbers of 16 bits."""
+_FUSED = 2
+"""A one-shot that spares the norm a kernel of its own pays up to so many times that crossover."""
 _BLOCK_KEYS = 256
 _TWO_SHOT_LANES, _TWO_SHOT_BLOCK_BYTES = 64, 16384
 _WARPS = 8
@@ -183,7 +185,7 @@ class Symmetric(Direct):
         if (
             not self._takes(x, row_bytes)
             or not nbytes
-            or nbytes > self.layout.one_shot_bytes
+            or nbytes > _FUSED * self.layout.one_shot_bytes
             or len(x) > self.layout.one_shot_lanes
             or row_bytes > 4 * _REGION_WORDS
             or rows_of_program > 1

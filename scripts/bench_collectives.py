@@ -29,8 +29,8 @@ from unisono.ops.reference.norm import add_rms_norm as plain_add_rms_norm
 from unisono.workers import device as devices
 from unisono.workers.entry import prepare_environment
 
-SIZES = tuple(1 << power for power in range(13, 25))
-"""Bytes: 8 KiB to 16 MiB."""
+SIZES = tuple(1 << power for power in range(13, 27))
+"""Bytes: 8 KiB to 64 MiB."""
 WIDTH = 4096
 KEYS = 32
 MOST_ONE_SHOT = 2 << 20
