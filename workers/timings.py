@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unisono.ops.device_time import DeviceTime as DeviceTime
+from unisono.ops.device_time import KernelTime as KernelTime
 from unisono.ops.device_time import Watched as Watched
 
 TIMED_OPS = (
