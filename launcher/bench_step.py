@@ -228,7 +228,7 @@ def measure(
         batch=batch,
         num_keys=num_keys,
         step_bytes=sum(read),
-        floor_s=floor_s(read, machine.bytes_per_s, share_memory=not on_gpu),
+        floor_s=floor_s(read, machine.bytes_per_s, share=not on_gpu),
         rounds=[[each.watched for each in seen] for seen, _ in rounds],
         drafts=plan.drafts,
     )
