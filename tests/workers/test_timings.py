@@ -46,8 +46,8 @@ WATCHED = Watched(
 @pytest.mark.parametrize(
     "message",
     [
-        WatchSteps(num_rows=32, skip=4, num_steps=65),
-        WatchSteps(num_rows=1, skip=0, num_steps=16, traced=True),
+        WatchSteps(num_rows=32, num_tokens=32, phase=2, skip=4, num_steps=65),
+        WatchSteps(num_rows=4, num_tokens=256, phase=1, skip=0, num_steps=16, traced=True),
         StepsSeen(rank=1, watched=WATCHED),
         StepsSeen(rank=0, watched=replace(WATCHED, device=DEVICE, eager=())),
     ],
