@@ -172,14 +172,20 @@ def serve(
     engine: Engine,
     asked: Sequence[Asked],
     is_enough: Callable[[Sequence[Got]], bool] = lambda answers: False,
+    *,
+    together: bool = False,
 ) -> tuple[list[Got], float]:
     """Submit all requests at once; return what came of them, and the seconds that took.
 
-    Ends with the last answer, or once there `is_enough`, and aborts what is left then. Raises
-    WorkerLost, and EngineError for a request that the engine refuses.
+    Ends with the last answer, or once there `is_enough`, and aborts what is left then. `together`:
+    no step is to begin before the engine has them all. Raises WorkerLost, and EngineError for a
+    request that the engine refuses.
     """
     started = time.monotonic()
-    answers = {engine.submit(prompt, params): Got() for prompt, params in asked}
+    answers = {
+        engine.submit(prompt, params, more=together and number < len(asked)): Got()
+        for number, (prompt, params) in enumerate(asked, 1)
+    }
     got, left = list(answers.values()), set(answers)
     while left and not is_enough(got):
         for event in engine.poll(POLL_S):

@@ -300,7 +300,7 @@ def _floor(plan: OfflineBench, job: Job, machine: Machine) -> float:
     worker = plan.prepared.worker
     items = Items.of(worker.dtype, worker.state_dtype)
     read = answers_bytes(partition_of(plan.prepared), items, job.lengths)
-    return floor_s(read, machine.bytes_per_s, share_memory=worker.device == "cpu")
+    return floor_s(read, machine.bytes_per_s, share=worker.device == "cpu")
 
 
 def _grid(values: Mapping[str, Any]) -> list[tuple[int, int, int]]:

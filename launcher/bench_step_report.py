@@ -1,4 +1,4 @@
-"""What `unisono bench step` says of a batch: a line of the table, where the time goes, JSON."""
+"""What `unisono bench step` says of a kind of step: a line, where the time goes, JSON."""
 
 from __future__ import annotations
 
@@ -10,20 +10,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.launcher.bench_report import SHOWN
-from unisono.workers.timings import DeviceTime, Watched
+from unisono.workers.timings import DeviceTime, KernelTime, Watched
+
+SHOWN_KERNELS = 10
+ALL_REDUCE = "all-reduce"
+"""What the time is called in which ranks add up, or find the greatest of, what they have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTimes:
-    """Everything that was seen of one batch, at least one round of it."""
+    """Everything that was seen of steps of one kind, at least one round of them."""
 
+    name: str
     batch: int
+    """Rows of a step."""
     num_keys: float
     """That a row may see, on the average of the timed steps."""
     step_bytes: float
-    """Read in a step by all ranks together."""
-    floor_s: float
-    """Of a step."""
+    """Moved in a step by all ranks together, at least."""
+    memory_s: float
+    """How long that takes at the best."""
+    step_flops: float = 0.0
+    """Computed in a step by all ranks together, at least; 0: not counted."""
+    products_s: float = 0.0
+    """How long that takes at the best."""
+    prompt_tokens: int = 0
+    """Of a step of whole prompts; 0: the rows decode."""
     rounds: Sequence[Sequence[Watched]]
     """Of each round what each rank saw."""
     drafts: int = 0
@@ -52,6 +64,11 @@ class BatchTimes:
         return (max(self.round_s) - min(self.round_s)) / self.step_s
 
     @property
+    def floor_s(self) -> float:
+        """Less than a step can take."""
+        return max(self.memory_s, self.products_s)
+
+    @property
     def of_floor(self) -> float:
         """Which part of a step the floor is."""
         return self.floor_s / self.step_s
@@ -71,8 +88,13 @@ class BatchTimes:
 
     @property
     def tokens_per_step(self) -> float:
-        """Of all rows."""
-        return self.per_step(0, "num_tokens")
+        """Of all rows: of prompts those that are computed, else those that are answered."""
+        return self.prompt_tokens or self.per_step(0, "num_tokens")
+
+    @property
+    def device(self) -> DeviceTime | None:
+        """What was traced of rank 0."""
+        return self.devices[0] if self.devices else None
 
     def host_s(self, rank: int) -> float:
         """Seconds that the host of `rank` is busy with a step, on the average."""
@@ -95,7 +117,7 @@ class BatchTimes:
         leave of an untraced step is given to the boundaries of kernels. Empty where a GPU was
         traced in vain.
         """
-        device = self.devices[0] if self.devices else None
+        device = self.device
         if device is None and self.devices:
             return {}
         if device is None:
@@ -103,7 +125,7 @@ class BatchTimes:
             busy = min(self.host_s(0), self.step_s)
             met = min(self.per_step(0, "collective_ns") / 1e9, busy)
             between = self.step_s - busy
-            parts = {"computing": busy - met, "collectives": met, "between steps": between}
+            parts = {"computing": busy - met, ALL_REDUCE: met, "between steps": between}
         else:
             busy = min(device.busy_ns / 1e9, self.step_s)
             gap = min(device.gap_ns / 1e9, self.step_s - busy)
@@ -111,17 +133,15 @@ class BatchTimes:
             parts = {
                 "kernels": busy - met,
                 "kernel boundaries": self.step_s - busy - gap,
-                "collectives": met,
+                ALL_REDUCE: met,
                 "between steps": gap,
             }
-        return {
-            name: seconds for name, seconds in parts.items() if seconds or name != "collectives"
-        }
+        return {name: seconds for name, seconds in parts.items() if seconds or name != ALL_REDUCE}
 
     def as_json(self) -> dict[str, Any]:
         """Everything by name. `name` and `seconds` are what comparisons go by."""
         return {
-            "name": f"batch {self.batch}",
+            "name": self.name,
             "seconds": self.step_s,
             "batch": self.batch,
             "keys_per_row": round(self.num_keys, 1),
@@ -129,10 +149,14 @@ class BatchTimes:
             "rounds_ms": [1e3 * seconds for seconds in self.round_s],
             "spread": self.spread,
             "drafts": self.drafts,
+            "prompt_tokens": self.prompt_tokens,
             "tokens_per_step": self.tokens_per_step,
             "tokens_per_s": self.tokens_per_step / self.step_s,
             "bytes_per_token": self.step_bytes / self.tokens_per_step,
+            "flops_per_step": self.step_flops,
             "floor_ms": 1e3 * self.floor_s,
+            "memory_floor_ms": 1e3 * self.memory_s,
+            "products_floor_ms": 1e3 * self.products_s,
             "of_floor": self.of_floor,
             "parts_ms": {name: 1e3 * seconds for name, seconds in self.parts_s().items()},
             "replays_per_step": self.per_step(0, "num_replays"),
@@ -173,39 +197,67 @@ def row_of(times: BatchTimes, digest: str) -> str:
 
 
 def details_of(times: BatchTimes) -> Iterator[str]:
-    """What the ranks saw of a batch."""
-    yield f"batch {times.batch}, rank 0: {_device_text(times)}"
+    """What the ranks saw of a kind of step."""
+    yield f"{times.name}, rank 0: {_device_text(times)}"
     sizes = ", ".join(f"{times.memory_bytes(r) / 2**30:.2f}" for r in range(len(times.rounds[0])))
     yield f"  host {_ms(times.host_s(0))} a step; {_graphs(times)}; peak memory {sizes} GiB"
     if times.drafts:
         each = times.tokens_per_step / times.batch
         yield f"  {times.drafts} drafts behind each row: {each:.2f} tokens a row and step"
+    if times.device is not None:
+        yield from _kernel_lines(times.device)
 
 
 def closing_line(times: BatchTimes) -> str:
     """Say where the time of a step goes."""
-    is_token = times.batch == 1 and not times.drafts
-    what = "a token" if is_token else f"a step of {times.batch}"
+    what = f"a step of {times.batch}"
+    if times.prompt_tokens:
+        what = f"a step of {times.prompt_tokens} prompt tokens"
+    elif times.batch == 1 and not times.drafts:
+        what = "a token"
     parts = ", ".join(f"{_ms(seconds)} {name}" for name, seconds in times.parts_s().items())
-    cached = " (what is read fits a cache)" if times.of_floor > 1 else ""
-    text = f"{_ms(times.step_s)} {what}, {100 * times.of_floor:.0f} % of the floor{cached}"
+    cached = " (what is read fits a cache)" if times.memory_s > times.step_s else ""
+    by = " of its products" if times.products_s > times.memory_s else ""
+    text = f"{_ms(times.step_s)} {what}, {100 * times.of_floor:.0f} % of the floor{by}{cached}"
     return f"{text}; {parts}" if parts else text
 
 
 def _device_text(times: BatchTimes) -> str:
-    device = times.devices[0] if times.devices else None
-    if device is not None:
-        met = f" ({device.num_collectives} collective)" if device.num_collectives else ""
+    if (device := times.device) is not None:
+        met = ""
+        if device.num_collectives:
+            met = f" ({device.num_collectives} for {ALL_REDUCE}: {_ms(device.collective_ns / 1e9)})"
         return (
             f"traced: busy {_ms(device.busy_ns / 1e9)}, {device.num_kernels} kernels{met}, "
-            f"{device.num_copies} cop{'y' if device.num_copies == 1 else 'ies'}; then a gap of "
-            f"{_ms(device.gap_ns / 1e9)}"
+            f"{device.num_copies} cop{'y' if device.num_copies == 1 else 'ies'}; idle "
+            f"{_ms(device.idle_ns / 1e9)} between them, then a gap of {_ms(device.gap_ns / 1e9)}"
         )
     if times.devices:
         return "the profiler gave no kernels, so they are not measured"
     num_met = times.per_step(0, "num_collectives")
     met = f"{num_met:.0f} collectives, waits included; " if num_met else ""
     return f"{met}kernels and copies are not measured on a CPU"
+
+
+def _kernel_lines(device: DeviceTime) -> Iterator[str]:
+    """The kernels that take the longest, and the rest of the busy time."""
+    shown, rest = device.kernels[:SHOWN_KERNELS], device.kernels[SHOWN_KERNELS:]
+    yield f"  {'traced kernel':<58}{'a step':>9}{'us a step':>12}{'of busy':>10}"
+    for kernel in shown:
+        yield _kernel_line(kernel, device.busy_ns)
+    # Medians of kinds need not add up to that of their sum.
+    left = max(device.busy_ns - sum(kernel.busy_ns for kernel in shown), 0)
+    if rest:
+        launches = sum(kernel.num_launches for kernel in rest)
+        others = KernelTime(name="others", num_launches=launches, busy_ns=left)
+        yield _kernel_line(others, device.busy_ns)
+
+
+def _kernel_line(kernel: KernelTime, busy_ns: int) -> str:
+    return (
+        f"  {kernel.name:<58}{kernel.num_launches:>9,}{kernel.busy_ns / 1e3:>12,.1f}"
+        f"{kernel.busy_ns / busy_ns:>10.1%}"
+    )
 
 
 def _graphs(times: BatchTimes) -> str:

@@ -336,7 +336,7 @@ def _of_floor(answer: Answer, worker: WorkerConfig, card: Card | None) -> str:
     partition = ModelPartition.of(worker.model, worker.tp)
     lengths = [(answer.num_prompt_tokens, len(answer.token_ids))]
     read = answers_bytes(partition, Items.of(worker.dtype, worker.state_dtype), lengths)
-    floor = floor_s(read, card.bandwidth_tb_s * 1e12, share_memory=False)
+    floor = floor_s(read, card.bandwidth_tb_s * 1e12, share=False)
     part = _percent(floor / (answer.total_s - answer.first_token_s))
     return f"{part} of the floor at {card.bandwidth_tb_s:g} TB/s, "
 

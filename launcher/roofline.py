@@ -1,10 +1,11 @@
-"""The bandwidth floor: what decoding reads at least, and how fast memory gives it.
+"""The floor of a step: what it reads and computes at least, and how fast the machine does either.
 
 Every step reads every weight once, but of an embedding that is not the head as well only the rows
-of its tokens, and of experts those that one token takes, which all its rows may share; for each of
-its rows it reads the keys and values that the row may see, and reads and writes its recurrent
-state. What else is written, activations and the embedding's rows are left out: the true time is
-never less than the floor.
+of its tokens, and of experts those that one token takes, which all its rows may share. Where its
+rows decode it reads for each the keys and values that the row may see, and reads and writes its
+recurrent state; what else is written, activations, the embedding's rows and all arithmetic are left
+out. Where they are whole prompts it writes their keys, values and states, and computes products:
+every weight with every token, and those of attention. The true time is never less than the floor.
 """
 
 from __future__ import annotations
@@ -137,10 +138,48 @@ def answers_bytes(
     ]
 
 
-def floor_s(bytes_of_ranks: list[float], bytes_per_s: float, *, share_memory: bool) -> float:
-    """Seconds until all ranks have read their bytes, each from its own memory unless they share."""
-    read = sum(bytes_of_ranks) if share_memory else max(bytes_of_ranks)
-    return read / bytes_per_s
+def prompt_bytes(
+    partition: ModelPartition, items: Items, num_prompts: int, length: int
+) -> list[float]:
+    """Bytes that each rank reads and writes at least in a step of whole prompts of `length`
+    tokens: weights once, keys and values of each token, and a state for each prompt."""
+    return [
+        weight_bytes(partition, rank, items.model)
+        + num_prompts
+        * (
+            length * partition.num_kv_layers * partition.kv_elements(rank) * items.model
+            + partition.state_bytes(rank, *items)
+        )
+        for rank in range(partition.ranks)
+    ]
+
+
+def prompt_flops(partition: ModelPartition, num_prompts: int, length: int) -> list[float]:
+    """Floating point operations of each rank in the products of such a step: weights with every
+    token, the head with the last of each prompt, queries with keys and probabilities with values.
+
+    What recurrences take is left out.
+    """
+    config = partition.config
+    head = _EMBEDDING if config.tie_word_embeddings else _HEAD
+    seen = sum(_keys_up_to(length, window) for window in _windows(config))
+    flops = []
+    for rank in range(partition.ranks):
+        # Numbers of matrices stand for bytes: those of experts that no token takes fall away.
+        sizes = {
+            spec.name: spec.num_elements for spec in partition.weights(rank) if len(spec.shape) > 1
+        }
+        last = sizes[head]
+        every = read_bytes(config, sizes) - last
+        attention = 2 * partition.heads.size(rank) * config.head_dim * seen
+        flops.append(2.0 * num_prompts * (length * every + last + attention))
+    return flops
+
+
+def floor_s(of_ranks: list[float], per_s: float, *, share: bool) -> float:
+    """Seconds until all ranks are through with their bytes or operations, at `per_s` of them a
+    second: each with a device of its own, unless they `share` one."""
+    return (sum(of_ranks) if share else max(of_ranks)) / per_s
 
 
 def card_here(root: Path = Path("/")) -> Card | None:

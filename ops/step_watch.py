@@ -47,7 +47,9 @@ class Rows(Protocol):
     @property
     def start(self) -> array[int]: ...
     @property
-    def decode_only(self) -> bool: ...
+    def count(self) -> array[int]: ...
+    @property
+    def phase(self) -> array[int]: ...
 
 
 class KinetoEvent(Protocol):
@@ -63,7 +65,8 @@ class KinetoEvent(Protocol):
 
 
 class StepWatch:
-    """Takes note of `num_steps` steps in which `num_rows` rows decode, after `skip` such steps.
+    """Takes note of `num_steps` steps of `num_rows` rows, all of phase `phase` and of `num_tokens`
+    tokens together, after `skip` such steps.
 
     `traced`: with the device, which must be a GPU.
     """
@@ -75,12 +78,15 @@ class StepWatch:
         graphs: GraphCounts,
         *,
         num_rows: int,
+        num_tokens: int,
+        phase: int,
         skip: int,
         num_steps: int,
         traced: bool,
     ) -> None:
         self._device, self._group, self._graphs = device, group, graphs
-        self._num_rows, self._skip = num_rows, skip
+        self._wanted = num_rows, num_rows, num_tokens
+        self._phase, self._skip = phase, skip
         self._num_steps, self._traced = num_steps, traced
         self._steps: list[int] = []
         self._answers: list[int] = []
@@ -98,7 +104,7 @@ class StepWatch:
             self._before = self._counted()
             self._profile = _started_profile() if self._traced else None
         self._steps.append(step)
-        self._num_keys += sum(rows.start) + len(rows)
+        self._num_keys += sum(rows.start) + sum(rows.count)
         with self._marked(step):
             began = time.perf_counter_ns()
             out = run()
@@ -141,7 +147,7 @@ class StepWatch:
 
     def _counts(self, rows: Rows) -> bool:
         """Whether a step of these rows is to be noted."""
-        if len(rows) != self._num_rows or not rows.decode_only:
+        if (len(rows), rows.phase.count(self._phase), sum(rows.count)) != self._wanted:
             return False
         if self._skip:
             self._skip -= 1

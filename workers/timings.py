@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unisono.ops.device_time import DeviceTime as DeviceTime
+from unisono.ops.device_time import KernelTime as KernelTime
 from unisono.ops.device_time import Watched as Watched
 
 TIMED_OPS = (
@@ -111,12 +112,16 @@ BENCH_REPORTS = (Machine, CaseTime, BenchDone, BenchFailed)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchSteps:
-    """To ranks: take note of the next steps in which `num_rows` rows decode and nothing else.
+    """To ranks: take note of the next steps of `num_rows` rows, all of one phase.
 
     One at a time: it takes the place of one that is not done.
     """
 
     num_rows: int
+    num_tokens: int
+    """That the rows compute together; drafts are not among them."""
+    phase: int
+    """Of every row (`Phase` in workers/protocol.py)."""
     skip: int
     """Such steps that come before."""
     num_steps: int

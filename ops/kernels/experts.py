@@ -96,7 +96,7 @@ def weighted_sum(said: Tensor, weights: Tensor, extra: Tensor | None) -> Tensor:
         assert extra.shape == (tokens, width)
         assert extra.is_contiguous()
     out = torch.empty((tokens, width), dtype=said.dtype, device=said.device)
-    _sum_kernel[(tokens, blocks_of(width, _BLOCK))](
+    _combine_kernel[(tokens, blocks_of(width, _BLOCK))](
         said,
         weights,
         said if extra is None else extra,
@@ -229,7 +229,7 @@ def _grouped_kernel(
 
 @launchable
 @triton.jit
-def _sum_kernel(
+def _combine_kernel(
     said_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     extra_ptr: tl.tensor,

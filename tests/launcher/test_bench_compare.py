@@ -161,6 +161,29 @@ def test_pairs_begin_with_either_side_in_turns(bench, model):
     assert any(line.startswith("batch 1: B takes 0.54") for line in table)
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (("--batch", "1", "--temperature", "0.7"), "batch 1"),
+        (("--prompt-tokens", "256", "--context", "64"), "256 prompt tokens"),
+    ],
+)
+def test_every_kind_of_step_can_be_compared(model, monkeypatch, capsys, options, name):
+    sides = []
+    monkeypatch.setattr(bench_compare, "run", lambda side: sides.append(side) or result(name=name))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    more = ["--compare", "--tp 2", "--pairs", "2"]
+    assert cli.run(["bench", "step", model, *options, *more]) == 0
+    assert sides[0].arguments[:2] == ("step", model)
+    given = dict(zip(sides[0].arguments[2::2], sides[0].arguments[3::2], strict=True))
+    wanted = dict(zip(options[::2], options[1::2], strict=True))
+    assert {flag: float(value) for flag, value in given.items()} == {
+        flag: float(value) for flag, value in wanted.items()
+    }
+    assert sides[1].arguments == (*sides[0].arguments, "--tp", "2")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["ratios"][name]["mean"] == 1.0
+
+
 def test_only_json_if_that_is_wanted(bench):
     code, out, _, sides = bench("--compare", "", "--pairs", "2", "--json")
     assert (code, len(out.splitlines()), len(sides)) == (0, 1, 4)
@@ -186,6 +209,11 @@ def test_another_checkout_is_run_in_its_place(bench, tmp_path):
         (["--compare", "--tp 99"], "tp=99: 9 query heads"),
         (["--compare", "--gone"], "No such option"),
         (["--compare", "--batch 2"], "--compare --batch 2: A measures batch 1 and B batch 2"),
+        (
+            ["--compare", "--prompt-tokens 256"],
+            "--batch 1: with --prompt-tokens 256 a step has as many prompts",
+        ),
+        (["--compare", "--temperature 101"], "--temperature 101.0: must be at least 0 and at most"),
         (["--compare", "--json"], "--compare --json: --json is for both; give it outside"),
         (["--compare", "--compare x"], "--compare --compare x: --compare is for both"),
         (["--compare", "'"], "--compare ': No closing quotation"),

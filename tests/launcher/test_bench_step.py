@@ -1,4 +1,4 @@
-"""`unisono bench step`: refusals, enough steps for every batch, what a line says, a real run."""
+"""`unisono bench step`: refusals, rounds of each kind of step on fake ranks, and real runs."""
 
 from __future__ import annotations
 
@@ -7,34 +7,25 @@ from array import array
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.end_to_end import command
 from tests.launcher.fakes import CONFIG, write_checkpoint
-from tests.runtime.fakes import request
 from tests.workers.test_timings import DEVICE, WATCHED
 from unisono.launcher import bench_engine, bench_step, cli, resolve
 from unisono.launcher.bench_engine import are_same, describe, partition_of
-from unisono.launcher.bench_report import WIDTH
-from unisono.launcher.bench_step import (
+from unisono.launcher.bench_report import WIDTH, Report
+from unisono.launcher.bench_step import measure, show_plan, trace
+from unisono.launcher.bench_step_plan import (
     SKIPPED,
-    SPARE,
     TRACED,
     make_plan,
-    measure,
-    num_tokens,
-    trace,
+    num_prompt_steps,
 )
-from unisono.launcher.bench_step_report import BatchTimes, closing_line, details_of, row_of, titles
 from unisono.launcher.resolve import HostFacts
-from unisono.launcher.roofline import Items, step_bytes
-from unisono.runtime.protocol import Delta, Tokens, WorkerLost
-from unisono.runtime.scheduler import Scheduler
-from unisono.workers.protocol import Phase, int32s
+from unisono.launcher.roofline import Items, prompt_bytes, prompt_flops, step_bytes
+from unisono.runtime.protocol import Delta, Finished, Tokens, WorkerLost
+from unisono.workers.protocol import int32s
 from unisono.workers.timings import Machine, StepsSeen, WatchSteps
-
-MS = 1_000_000
 
 
 @pytest.fixture
@@ -78,6 +69,36 @@ def bench(tmp_path, monkeypatch, capsys):
             "--max-step-tokens 71: 2 requests that decode with 3 drafts each and a block of a promp"
             "t take 72;",
         ),
+        (["--temperature", "101"], "--temperature 101.0: must be at least 0 and at most 100"),
+        (["--prompt-tokens", "0"], "--prompt-tokens 0: must be at least 64, a block of a prompt"),
+        (
+            ["--prompt-tokens", "100", "--context", "64"],
+            "--prompt-tokens 100: a step computes whole prompts, here of --context 64 tokens; "
+            "choose 64 or 128, or another --context",
+        ),
+        (
+            ["--prompt-tokens", "70", "--context", "40"],
+            "of --context 40 tokens; choose 80, or another --context",
+        ),
+        (["--prompt-tokens", "64", "--context", "99"], "tokens; choose 99, or another --context"),
+        (
+            ["--prompt-tokens", "128", "--batch", "2"],
+            "--batch 2: with --prompt-tokens 128 a step has as many prompts of --context tokens "
+            "as that takes; leave one of the two out",
+        ),
+        (
+            ["--prompt-tokens", "128", "--max-step-tokens", "256"],
+            "--max-step-tokens 256: with --prompt-tokens 128 steps have as many tokens as that",
+        ),
+        (
+            ["--prompt-tokens", "128", "--speculate", "2"],
+            "--speculate 2: with --prompt-tokens 128 there are no drafts to check; leave one of",
+        ),
+        (
+            ["--prompt-tokens", "128"],
+            "--context 128: with 1 token of answer that is 129 tokens, and the model's limit is "
+            "128: choose at most 127",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_process_starts(bench, arguments, message):
@@ -95,137 +116,6 @@ def test_a_cluster_is_refused(bench, monkeypatch):
     assert "unisono bench starts its own ranks, and environment started this command 2 times" in err
 
 
-@settings(max_examples=30)
-@given(
-    st.integers(1, 40),
-    st.integers(1, 300),
-    st.integers(1, 20),
-    st.integers(0, 300),
-    st.booleans(),
-    st.integers(0, 3),
-)
-def test_requests_last_until_all_have_decoded_together(batch, context, steps, room, slowly, drafts):
-    """Handed over at once or one a step, with as small steps as the command allows, and drafts that
-    are all right."""
-    budget = batch * (1 + drafts) + 64 + room
-    longest = num_tokens(batch, context, steps, budget, drafts) - SPARE * (1 + drafts)
-    scheduler = Scheduler(
-        num_blocks=batch * ((context + longest) // 64 + 1),
-        max_requests=batch,
-        max_model_len=context + longest + 1,
-        max_step_tokens=budget,
-        eos_token_ids=[],
-        prefix_cache=False,
-        num_drafts=drafts,
-    )
-    waiting = [request(n, context, longest, ignore_eos=True) for n in range(batch)]
-    for each in waiting:
-        each.max_tokens = longest
-    due, full = [], 0
-    while waiting or scheduler.has_work:
-        for each in waiting[: 1 if slowly else None]:
-            scheduler.add(each)
-        waiting = waiting[1:] if slowly else []
-        if (plan := scheduler.next_plan()) is not None:
-            checked = plan.rows.drafts or [0] * len(plan.rows)
-            rows = zip(plan.rows.phase, checked, strict=True)
-            due.append([1 + each for phase, each in rows if phase != Phase.CHUNK])
-            full += len(plan.rows) == batch and plan.rows.decode_only and min(checked) == drafts
-        if due and (plan is None or len(due) == 2):
-            counts = due.pop(0)
-            scheduler.apply([7] * sum(counts), counts)
-    assert full >= SKIPPED + max(steps + 1, TRACED)
-
-
-def times(**changes):
-    """Two rounds of a step of 4 and of 5 ms; the host has it for a fifth of a millisecond."""
-    rounds = [
-        [
-            replace(
-                WATCHED,
-                period_ns=array("q", [period] * 16),
-                launch_ns=array("q", [MS // 5] * 16),
-                memory_bytes=3 * 2**30,
-                eager=(),
-            )
-        ]
-        for period in (5 * MS, 4 * MS)
-    ]
-    fields = {
-        "batch": 1,
-        "num_keys": 160.5,
-        "step_bytes": 15.1e9,
-        "floor_s": 3.4e-3,
-        "rounds": rounds,
-        "devices": [DEVICE],
-    }
-    return BatchTimes(**{**fields, **changes})
-
-
-def test_a_line_says_how_long_and_against_what():
-    line = row_of(times(), "0123456789abcdef" * 2)
-    device, host = details_of(times())
-    shown = "1 160 4.000 25.0% 250.0 15,100.0 3.400 85% 0123456789abcdef"
-    assert line.split() == shown.split()
-    assert "busy 3.40 ms, 310 kernels (72 collective), 1 copy; then a gap of 0.020 ms" in device
-    assert host.strip() == "host 0.200 ms a step; 2.0 graph replays a step; peak memory 3.00 GiB"
-    assert max(map(len, (line, titles(), device, host))) <= WIDTH
-    assert len(titles()) - len("digest") == len(line) - 16
-
-
-def test_drafts_give_a_step_more_tokens_and_a_line():
-    [[seen], other] = times().rounds
-    found = times(batch=2, drafts=3, rounds=[[replace(seen, num_tokens=84)], other])
-    found = replace(found, rounds=found.rounds[:1])
-    *_, drafts = details_of(found)
-    assert drafts.strip() == "3 drafts behind each row: 2.62 tokens a row and step"
-    assert row_of(found, "").split()[4] == "1,050.0"
-    assert (found.as_json()["tokens_per_step"], found.as_json()["drafts"]) == (5.25, 3)
-    alone = replace(found, batch=1)
-    assert closing_line(alone).startswith("5.00 ms a step of 1, ")
-
-
-def test_the_closing_line_takes_a_step_apart():
-    """What 3.4 ms of work and 0.02 ms to the next step leave of 4 ms lies between kernels."""
-    assert closing_line(times()) == (
-        "4.00 ms a token, 85 % of the floor; 3.20 ms kernels, 0.580 ms kernel boundaries, "
-        "0.200 ms collectives, 0.020 ms between steps"
-    )
-    alone = replace(DEVICE, num_collectives=0, collective_ns=0)
-    assert "collectives" not in closing_line(times(devices=[alone]))
-    assert closing_line(times(batch=8)).startswith("4.00 ms a step of 8, 85 %")
-    assert closing_line(times(devices=[None])) == "4.00 ms a token, 85 % of the floor"
-
-
-def test_a_trace_that_is_slower_than_the_step_does_not_give_more_than_all():
-    slow = replace(DEVICE, busy_ns=3_990_000, gap_ns=500_000)
-    parts = times(devices=[slow]).parts_s()
-    assert sum(parts.values()) == pytest.approx(4e-3)
-    assert parts["kernel boundaries"] == pytest.approx(0, abs=1e-12)
-    assert parts["between steps"] == pytest.approx(1e-5)
-
-
-def test_on_a_cpu_the_host_computes():
-    seen = replace(
-        WATCHED,
-        period_ns=array("q", [10 * MS] * 8),
-        launch_ns=array("q", [9 * MS] * 8),
-        num_collectives=48,
-        collective_ns=16 * MS,
-        eager=(("forward", "cpu has no graphs", 8), ("tail", "cpu has no graphs", 8)),
-        num_replays=0,
-    )
-    found = times(rounds=[[seen, seen]], devices=[], floor_s=12e-3)
-    assert closing_line(found) == (
-        "10.00 ms a token, 120 % of the floor (what is read fits a cache); 7.00 ms computing, "
-        "2.00 ms collectives, 1.00 ms between steps"
-    )
-    device, host = details_of(found)
-    assert "6 collectives, waits included; kernels and copies are not measured" in device
-    assert "eager: forward 8, tail 8 (cpu has no graphs); peak" in host
-    assert [rank["collectives_per_step"] for rank in found.as_json()["ranks"]] == [6.0, 6.0]
-
-
 def test_requests_are_the_same_in_any_company():
     assert are_same([[[1, 2]], [[1, 2], [3, 4]], [[1, 2], [3, 4]]])
     assert not are_same([[[1, 2]], [[1, 3], [3, 4]]])
@@ -238,14 +128,15 @@ class FakeRanks:
 
     def __init__(self) -> None:
         self.watched, self.seen, self.aborted = [], [], []
-        self.left = {}
+        self.left, self.asked = {}, []
 
     def watch(self, wanted):
         self.watched.append(wanted)
 
-    def submit(self, prompt_ids, params):
+    def submit(self, prompt_ids, params, *, more):
         number = 1000 * len(self.watched) + len(self.left)
         self.left[number] = params.max_tokens
+        self.asked.append((list(prompt_ids), params, more))
         return number
 
     def abort(self, number):
@@ -289,8 +180,9 @@ def test_a_gpu_is_warmed_up_timed_and_then_traced(tmp_path, monkeypatch):
     found, rounds = measure(engine, plan, 3, MACHINE)
     assert found.devices == ()
     assert trace(engine, plan, found) == [DEVICE, DEVICE]
-    timed = WatchSteps(num_rows=3, skip=SKIPPED, num_steps=6)
-    traced = WatchSteps(num_rows=3, skip=SKIPPED, num_steps=TRACED, traced=True)
+    rows = {"num_rows": 3, "num_tokens": 3, "phase": 2, "skip": SKIPPED}
+    timed = WatchSteps(**rows, num_steps=6)
+    traced = WatchSteps(**rows, num_steps=TRACED, traced=True)
     assert engine.watched == [timed, timed, timed, traced]
     assert (len(engine.aborted), engine.left) == (12, {})
     assert rounds == [[[0] * 6, [1] * 6, [2] * 6]] * 2
@@ -299,6 +191,92 @@ def test_a_gpu_is_warmed_up_timed_and_then_traced(tmp_path, monkeypatch):
     read = step_bytes(partition, Items(2, 4), 3, 0.5)
     assert found.step_bytes == sum(read)
     assert found.floor_s == max(read) / 4e12
+
+
+class PromptRanks(FakeRanks):
+    """The same; each poll is a step of whole prompts, whose first ids are the tokens behind them.
+
+    `odd`: the request whose token is another.
+    """
+
+    odd = -1
+
+    def watch(self, wanted):
+        super().watch(wanted)
+        self.left, self.asked, self.num_steps = {}, [], 0
+
+    def poll(self, timeout_s):
+        wanted = self.watched[-1]
+        self.num_steps += 1
+        if self.num_steps == wanted.skip + wanted.num_steps:
+            device = DEVICE if wanted.traced else None
+            keys = wanted.num_tokens * wanted.num_steps
+            self.seen += [
+                StepsSeen(rank=rank, watched=replace(WATCHED, num_keys=keys, device=device))
+                for rank in self.ranks
+            ]
+        events = []
+        for number in list(self.left)[: wanted.num_rows]:
+            del self.left[number]
+            at = number % 1000
+            token = self.asked[at][0][0] + (at == self.odd)
+            events += [
+                Delta(request_id=number, token_ids=int32s([token])),
+                Finished(
+                    request_id=number,
+                    reason="length",
+                    num_prompt_tokens=32,
+                    num_tokens=1,
+                    first_token_s=1.0,
+                    total_s=1.0,
+                ),
+            ]
+        return events
+
+
+@pytest.mark.parametrize("odd", [-1, 5])
+def test_steps_of_prompts_are_watched_on_a_gpu(tmp_path, monkeypatch, capsys, odd):
+    """Three prompts a step, the same in each; a token that differs in one of them is found."""
+    model = str(write_checkpoint(tmp_path / "model"))
+    monkeypatch.setattr(
+        resolve, "host_facts", lambda environ: HostFacts(num_gpus=2, torch_has_cuda=True)
+    )
+    values = {"batch": None, "context": 32, "steps": 5, "rounds": 2, "tp": 2, "device": "cuda"}
+    plan = make_plan(model=model, **values, prompt_tokens=96, temperature=0.5)
+    runtime = plan.prepared.launch.runtime
+    assert (plan.batches, plan.names) == ((3,), ("96 prompt tokens",))
+    assert (runtime.max_step_tokens, runtime.worker.max_requests) == (96, 6)
+    assert plan.workload == "prompts of 32 tokens, 96 of them a step, 5 steps, temperature 0.5"
+    engine = PromptRanks()
+    engine.odd = odd
+    found, runs = measure(engine, plan, 3, MACHINE)
+    assert trace(engine, plan, found) == [DEVICE, DEVICE]
+    rows = {"num_rows": 3, "num_tokens": 96, "phase": 1, "skip": SKIPPED}
+    timed = WatchSteps(**rows, num_steps=6)
+    traced = WatchSteps(**rows, num_steps=TRACED, traced=True)
+    assert engine.watched == [timed, timed, timed, traced]
+    prompts, params, more = zip(*engine.asked, strict=True)
+    assert len(engine.asked) == 3 * num_prompt_steps(5)
+    assert more == (True,) * (len(more) - 1) + (False,)
+    assert all(prompts[at] == prompts[at % 3] for at in range(len(prompts)))
+    assert [each.seed for each in params[:6]] == [0, 1, 2] * 2
+    assert {(each.max_tokens, each.temperature, len(ids)) for ids, each, _ in engine.asked} == {
+        (1, 0.5, 32)
+    }
+    # Two rounds of ten steps: the skipped ones and those that are watched.
+    assert len(runs) == 2 * (SKIPPED + 6)
+    assert runs[0] == [[ids[0]] for ids in prompts[:3]]
+    assert are_same(runs) is (odd < 0)
+    partition = partition_of(plan.prepared)
+    moved, computed = prompt_bytes(partition, Items(2, 4), 3, 32), prompt_flops(partition, 3, 32)
+    assert (found.num_keys, found.step_bytes, found.step_flops) == (32, sum(moved), sum(computed))
+    assert (found.memory_s, found.products_s) == (max(moved) / 4e12, max(computed))
+    show_plan(Report(as_json=False, output=None), plan, replace(MACHINE, flops_per_s=7e14))
+    header = " ".join(capsys.readouterr().out.split())
+    assert "2 rounds of 5 steps, each of 3 prompts of 32 random ids, drawn at temperature 0.5" in (
+        header
+    )
+    assert "products reach 700.00 TFLOP/s, measured" in header
 
 
 def test_narrow_states_are_said_and_lower_the_floor(monkeypatch):
@@ -377,13 +355,19 @@ def test_two_ranks_measure_themselves(tmp_path):
         assert all(rank["memory_bytes"] > 2**24 for rank in line["ranks"])
         assert line["tokens_per_s"] == pytest.approx(1e3 * line["batch"] / line["ms_per_step"])
     assert alone["digest"] != three["digest"]
-    assert table[-1].split(" a token, ")[0] == f"{alone['ms_per_step']:.2f} ms"
+    closing = [line for line in table if " ms a " in line and " of the floor" in line]
+    assert closing[0].split(" a token, ")[0] == f"{alone['ms_per_step']:.2f} ms"
+    assert closing[1].split(" a step of 3, ")[0] == f"{three['ms_per_step']:.2f} ms"
 
 
 @pytest.mark.timeout(100)
 def test_steps_with_drafts_are_timed_with_them():
-    """As they come, and all taken for right: then each row answers one more than it has drafts."""
+    """As they come, and all taken for right: then each row answers one more than it has drafts.
+
+    Tokens are drawn, with the same noise for drafts and without.
+    """
     sizes = ("--batch", "2", "--context", "40", "--steps", "6", "--rounds", "2", "--device", "cpu")
+    sizes += ("--temperature", "0.7")
     found = {}
     for name, options in {
         "off": (),
@@ -399,7 +383,8 @@ def test_steps_with_drafts_are_timed_with_them():
         found[name] = json.loads(last)
     lines = {name: each["lines"][0] for name, each in found.items()}
     assert found["forced"]["workload"] == (
-        "prompts of 40 tokens, 6 steps, 2 drafts, synthetic acceptance 1, weights auto"
+        "prompts of 40 tokens, 6 steps, 2 drafts, synthetic acceptance 1, temperature 0.7, weights "
+        "auto"
     )
     assert lines["real"]["digest"] == lines["off"]["digest"]
     assert lines["forced"]["digest"] == "synthetic"
@@ -412,3 +397,23 @@ def test_steps_with_drafts_are_timed_with_them():
     for line in lines.values():
         rate = line["tokens_per_step"] / line["ms_per_step"]
         assert line["tokens_per_s"] == pytest.approx(1e3 * rate)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(100)
+def test_a_rank_watches_its_steps_of_prompts(tmp_path, monkeypatch):
+    """Two prompts a step, with tokens that noise alone decides."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    model = str(write_checkpoint(tmp_path / "model"))
+    values = {"batch": None, "context": 40, "steps": 3, "rounds": 2, "temperature": 1.0}
+    plan = make_plan(model=model, **values, prompt_tokens=80)
+    with bench_engine.started(plan.prepared) as (engine, _):
+        found, runs = measure(engine, plan, 2, MACHINE)
+    assert found.num_keys == 40
+    assert [len(seen[0].period_ns) for seen in found.rounds] == [3, 3]
+    assert found.as_json()["eager"] == [
+        ["forward", "cpu has no graphs", 8],
+        ["tail", "cpu has no graphs", 8],
+    ]
+    assert are_same(runs)
+    assert len({token for [token] in runs[0]}) == 2

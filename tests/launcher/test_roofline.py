@@ -18,6 +18,8 @@ from unisono.launcher.roofline import (
     draft_bytes,
     floor_s,
     kv_bytes,
+    prompt_bytes,
+    prompt_flops,
     step_bytes,
     weight_bytes,
     weight_sizes,
@@ -73,6 +75,44 @@ def test_a_step_reads_and_writes_the_state_of_each_row(state_dtype, ranks):
     assert answers_bytes(model, items, lengths) == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_of_prompts_multiplies_every_weight_with_every_token(ranks):
+    """Qwen3-8B by hand: 36 layers, and the head with the last token of each prompt alone."""
+    model, hidden, width, heads, groups, dim = partition("qwen3-8b", ranks), 4096, 12288, 32, 8, 128
+    layer = 2 * hidden * heads * dim + 2 * hidden * groups * dim + 3 * hidden * width
+    pairs = 1000 * 1001 // 2
+    attention = 2 * heads * dim * pairs
+    head = model.config.vocab_size * hidden
+    wanted = 2 * 4 * (36 * (1000 * layer + attention) + head)
+    assert sum(prompt_flops(model, 4, 1000)) == wanted
+    each = [
+        weight_bytes(model, rank, 2) + 4000 * 36 * 2 * 8 * 128 * 2 / ranks for rank in range(ranks)
+    ]
+    assert prompt_bytes(model, BF16, 4, 1000) == each
+
+
+def test_prompts_take_what_one_token_takes_of_experts_windows_and_states():
+    """Of a mixture each token takes its experts; a window hides keys, which are written all the
+    same; a state is written once."""
+    mixture = partition("qwen3-30b-a3b")
+    config = mixture.config
+    assert config.experts is not None
+    expert = 3 * config.hidden_size * config.experts.width
+    fewer = replace(config.experts, num_experts_per_tok=config.experts.num_experts_per_tok - 1)
+    less = ModelPartition.of(replace(config, experts=fewer), 1)
+    [more], [flops] = prompt_flops(mixture, 1, 100), prompt_flops(less, 1, 100)
+    assert more - flops == 2 * 100 * config.num_layers * expert
+    whole, cut = partition("qwen3-8b"), partition("qwen3-8b", sliding_windows=(0, 100) * 18)
+    hidden = 18 * sum(max(token - 100, 0) for token in range(1, 301))
+    [all_], [seen] = prompt_flops(whole, 2, 300), prompt_flops(cut, 2, 300)
+    assert all_ - seen == 2 * 4 * 32 * 128 * hidden
+    assert prompt_bytes(whole, BF16, 2, 300) == prompt_bytes(cut, BF16, 2, 300)
+    hybrid = partition("qwen3.5-27b")
+    [two], [one] = (prompt_bytes(hybrid, BF16, count, 64) for count in (2, 1))
+    written = 64 * hybrid.num_kv_layers * hybrid.kv_elements(0) * 2
+    assert two - one == hybrid.state_bytes(0, *BF16) + written
+
+
 def test_a_draft_reads_a_layer_and_the_head_again():
     """Of tiny-mtp, whose embedding is the head: once more for each draft, with the keys."""
     model = read_model_config(resolve_model("tiny-mtp").path)
@@ -87,8 +127,8 @@ def test_a_draft_reads_a_layer_and_the_head_again():
 
 
 def test_ranks_share_a_memory_or_have_their_own():
-    assert floor_s([3e9, 1e9], 1e9, share_memory=False) == 3.0
-    assert floor_s([3e9, 1e9], 1e9, share_memory=True) == 4.0
+    assert floor_s([3e9, 1e9], 1e9, share=False) == 3.0
+    assert floor_s([3e9, 1e9], 1e9, share=True) == 4.0
 
 
 lengths = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=4)

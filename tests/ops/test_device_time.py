@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.ops.device_time import Activity, covered_ns, device_time
+from tests.paths import ROOT
+from unisono.ops.device_time import (
+    MOST_KINDS,
+    ORDERED_SUM,
+    Activity,
+    KernelTime,
+    covered_ns,
+    device_time,
+)
 
 GEMM, NCCL, COPY = (
     "linear_kernel",
@@ -52,6 +60,38 @@ def test_steps_that_overlap_have_no_gap():
     assert found.gap_ns == 0
 
 
+def test_busy_time_is_told_by_kernel():
+    """The product that begins while others gather runs alone for 10 ns of its 20."""
+    found = device_time(trace([0, 1000, 1110, 1220]))
+    assert found is not None
+    assert found.kernels == (
+        KernelTime(name=GEMM, num_launches=2, busy_ns=50),
+        KernelTime(name=NCCL, num_launches=1, busy_ns=30),
+        KernelTime(name="_sum_kernel", num_launches=1, busy_ns=5),
+        KernelTime(name="Memcpy DtoH", num_launches=1, busy_ns=4),
+    )
+
+
+def test_kernels_of_few_steps_are_left_out():
+    rare = Activity("rare_kernel", 1050, 500, 7, 1)
+    found = device_time([*trace([0, 1000, 2000, 3000]), rare])
+    assert found is not None
+    assert "rare_kernel" not in {kernel.name for kernel in found.kernels}
+    assert found.kernels[0].busy_ns == 50
+
+
+def test_of_too_many_kinds_the_longest_are_told():
+    kinds = [
+        Activity(f"kernel_{number:03}", 10**6 * step + 1000 * number, 1 + number, 7, step)
+        for step in range(3)
+        for number in range(MOST_KINDS + 9)
+    ]
+    found = device_time(kinds)
+    assert found is not None
+    names = [kernel.name for kernel in found.kernels]
+    assert names == [f"kernel_{number:03}" for number in reversed(range(9, MOST_KINDS + 9))]
+
+
 @pytest.mark.parametrize("starts", [[], [0]])
 def test_too_short_a_trace_says_nothing(starts):
     assert device_time(trace(starts)) is None
@@ -70,6 +110,14 @@ def test_too_short_a_trace_says_nothing(starts):
 )
 def test_collectives_are_known_by_name(name, collective):
     assert Activity(name, 0, 1, 7, 0).is_collective is collective
+
+
+def test_one_kernel_has_the_name_of_the_ordered_sum():
+    """Another one would be taken for half an all-reduce."""
+    sources = (ROOT / "ops" / "kernels").glob("*.py")
+    assert [path.name for path in sources if f"def {ORDERED_SUM}(" in path.read_text()] == [
+        "reduce.py"
+    ]
 
 
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12)
@@ -107,3 +155,5 @@ def test_equal_steps_fill_their_period(step, gap):
     assert found.gap_ns == gap
     assert 0 <= found.collective_ns <= found.busy_ns
     assert found.num_kernels + found.num_copies == len(step)
+    assert sum(kernel.num_launches for kernel in found.kernels) == len(step)
+    assert sum(kernel.busy_ns for kernel in found.kernels) == found.busy_ns

@@ -26,22 +26,29 @@ class Graphs:
     eager_runs: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
+PROMPT, DECODE = 1, 2
+"""As `Phase` in workers/protocol.py; here it is a number like any other."""
+
+
 @dataclass
 class Rows:
     start: array[int]
-    decode_only: bool = True
+    count: array[int]
+    phase: array[int]
 
     def __len__(self):
         return len(self.start)
 
 
-def rows(*starts, decode_only=True):
-    return Rows(array("i", starts), decode_only)
+def rows(*starts, phases=None):
+    """Rows of a token each, that decode unless `phases` says otherwise."""
+    phase = array("i", phases or [DECODE] * len(starts))
+    return Rows(array("i", starts), array("i", [1] * len(starts)), phase)
 
 
 def watch(graphs, **changes):
-    wanted = {"num_rows": 2, "skip": 1, "num_steps": 3, "traced": False, **changes}
-    return StepWatch(CPU, solo_group(), graphs, **wanted)
+    wanted = {"num_rows": 2, "num_tokens": 2, "phase": DECODE, "skip": 1, "num_steps": 3}
+    return StepWatch(CPU, solo_group(), graphs, **{**wanted, "traced": False, **changes})
 
 
 def test_steps_that_count_are_noted_after_the_skipped_ones():
@@ -54,7 +61,7 @@ def test_steps_that_count_are_noted_after_the_skipped_ones():
         time.sleep(0.002)
         return "out"
 
-    others = [rows(9), rows(9, 9, decode_only=False), rows(1, 2)]
+    others = [rows(9), rows(9, 9, phases=[PROMPT, DECODE]), rows(1, 2)]
     plan = [*others, rows(10, 20), rows(11, 21), rows(12, 22), rows(13, 23)]
     seen = []
     for number, each in enumerate(plan):
@@ -73,6 +80,33 @@ def test_steps_that_count_are_noted_after_the_skipped_ones():
     assert min(found.launch_ns) >= 2e6
     assert found.memory_bytes > 2**20
     assert found.device is None
+
+
+def test_steps_of_whole_prompts_are_known_by_phase_and_tokens():
+    """Not a part of a prompt, nor as many rows that decode, nor another number of tokens."""
+    watched = watch(Graphs(), num_tokens=70, phase=PROMPT, skip=0, num_steps=2)
+    chunk = 0
+
+    def step(counts, *phases):
+        return Rows(array("i", [0] * len(counts)), array("i", counts), array("i", phases))
+
+    plan = [
+        step([64, 6], chunk, PROMPT),
+        step([1, 69], DECODE, PROMPT),
+        step([70], PROMPT),
+        step([35, 34], PROMPT, PROMPT),
+        step([30, 40], PROMPT, PROMPT),
+        step([35, 35], DECODE, DECODE),
+        step([35, 35], PROMPT, PROMPT),
+    ]
+    seen = []
+    for number, each in enumerate(plan):
+        watched.launch(number, each, int)
+        seen.append(watched.answered(number, 2))
+    assert [number for number, each in enumerate(seen) if each] == [6]
+    found = seen[6]
+    assert found is not None
+    assert (found.num_keys, found.num_tokens, len(found.launch_ns)) == (140, 4, 2)
 
 
 def test_results_that_come_late_or_from_before_are_told_apart():

@@ -16,7 +16,7 @@ from unisono.runtime.worker_group import WorkerGroup
 from unisono.workers.protocol import Phase, StepPlan, StepResult
 from unisono.workers.timings import StepsSeen, WatchSteps
 
-WATCH = WatchSteps(num_rows=1, skip=0, num_steps=2)
+WATCH = WatchSteps(num_rows=1, num_tokens=1, phase=int(Phase.DECODE), skip=0, num_steps=2)
 
 
 class Clock:
