@@ -19,7 +19,8 @@ from torch import Tensor
 
 from unisono.models.interface import ForwardBatch, Model
 from unisono.ops.attention import AttentionShape
-from unisono.ops.transfer import Result, upload_all
+from unisono.ops.reference.sampling import key_of_id
+from unisono.ops.transfer import upload_all
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.decode_steps import sized
 from unisono.workers.graph_pool import GraphPool
@@ -80,9 +81,7 @@ class DraftSteps:
         self._sampler, self._graphs, self._buffers = sampler, graphs, buffers
         self._shape, self._windows = shape, tuple(sorted(set(windows)))
         self._buckets, self._states, self._forced = buckets, states, forced
-        self._table = draft_plan.Table(
-            slots.token_ids, slots.lengths, slots.block_table, slots.num_pending, slots.states
-        )
+        self._table = slots.tensors
 
     def serves(self, rows: Rows) -> bool:
         """Whether every row decodes, and there are not too many."""
@@ -99,16 +98,16 @@ class DraftSteps:
         hidden = self._buffers.hidden
         return hidden[upload_all(hidden.device, used_places(plan))[0]]
 
-    def tail(self, plan: StepPlan, *, draws: bool) -> LateDrafts:
-        """Choose tokens, keep those up to the first behind a wrong draft, draft for the next step.
+    def tail(self, plan: StepPlan, *, draws: bool) -> Tensor:
+        """Choose tokens, keep those up to the first that ends an answer or is behind a wrong draft,
+        and draft for the next step; return the answers [rows, 1 + width].
 
         Only where `why_on_host` of the rows says nothing. `draws`: some of them are not greedy.
         """
         (layout, eager), count = self._layout(plan), plan.num_proposals
         key = (*layout, count, draws)
-        numbers = self._graphs.run("tail", key, lambda: self._tail(layout, count, draws), eager)
-        each = 1 + layout.width
-        return LateDrafts(Result(numbers[: len(plan.rows) * each]), each)
+        answers = self._graphs.run("tail", key, lambda: self._tail(layout, count, draws), eager)
+        return answers[: len(plan.rows)]
 
     def _layout(self, plan: StepPlan) -> tuple[Layout, str]:
         """Of a step, and why there is no graph of it, if there is none."""
@@ -131,7 +130,7 @@ class DraftSteps:
         hidden.copy_(self._model.forward(batch, caches))
 
     def _tail(self, layout: Layout, num_drafts: int, draws: bool) -> Tensor:
-        """[height * (1 + width)] int64: of each row how many tokens it answers, and these."""
+        """[height, 1 + width] int64: of each row how many tokens it answers, and these."""
         height, width, num_splits = layout
         slots, drafts = self._buffers.slots[:height], self._buffers.drafts(height)
         hidden = self._buffers.hidden[: height * width]
@@ -154,7 +153,7 @@ class DraftSteps:
             batch = self._drafted(keys, settled.answers, number, num_splits)
             if number + 1 < num_drafts:
                 state = self._model.draft(batch.token_ids, state, batch, layer)
-        return settled.answers.flatten()
+        return settled.answers
 
     def _judged(self, keys: Tensor, batch: ForwardBatch, layout: Layout) -> Tensor:
         """Keys that name the draft itself where it is forced."""
@@ -163,7 +162,7 @@ class DraftSteps:
         is_draft = (places < self._buffers.drafts(height)[:, None]).flatten()
         slots = self._buffers.slots[:height, None].expand(height, width).reshape(-1)
         forced = is_draft & is_forced(self._forced, slots, batch.positions + 1)
-        return torch.where(forced, self._kernels.key_of_id(batch.token_ids.roll(-1)), keys)
+        return torch.where(forced, key_of_id(batch.token_ids.roll(-1)), keys)
 
     def _expanded(self, layout: Layout) -> tuple[Places, ForwardBatch]:
         """The step as the slot table has it; without recurrent states."""
@@ -219,38 +218,6 @@ class DraftSteps:
             else:
                 keys.append(self._sampler.drawn_keys(logits, *(each[part] for each in drawn)))
         return keys[0] if len(keys) == 1 else torch.cat(keys)
-
-
-class LateDrafts:
-    """The answers of a step with drafts on their way to the host: as `Result`."""
-
-    def __init__(self, result: Result, each: int) -> None:
-        """`result` has `each` numbers of a row: how many tokens it answers, and these."""
-        self._result, self._each = result, each
-
-    def is_ready(self) -> bool:
-        """Whether reading would not wait."""
-        return self._result.is_ready()
-
-    @property
-    def counts(self) -> list[int]:
-        """How many tokens each row answers."""
-        return self._result.read()[:: self._each]
-
-    def read(self) -> list[int]:
-        """Wait, and return the tokens of all rows.
-
-        Raises FloatingPointError if a row's logits held a NaN, or those of its drafts.
-        """
-        numbers = self._result.read()
-        counts = numbers[:: self._each]
-        if bad := [row for row, count in enumerate(counts) if count < 0]:
-            raise FloatingPointError(f"the logits of sampling rows {bad} hold NaN")
-        tokens: list[int] = []
-        for row, count in enumerate(counts):
-            first = row * self._each + 1
-            tokens += numbers[first : first + count]
-        return tokens
 
 
 def width_of(plan: StepPlan) -> int:

@@ -85,6 +85,10 @@ class SamplingState:
         kinds = (self._slots[slot] for slot in self._demanding.intersection(slots))
         return any(kind.logprobs >= 0 or kind.checksums for kind in kinds)
 
+    def checksum_rows(self, slots: Sequence[int]) -> list[int]:
+        """Those of the rows with these slots whose logits are to be summed up."""
+        return _where(self._slots[slot].checksums > 0 for slot in slots)
+
     def want_only_tokens(self, slots: Sequence[int]) -> bool:
         """Whether rows of these slots need logits and noise alone, and want tokens alone."""
         return self._demanding.isdisjoint(slots)

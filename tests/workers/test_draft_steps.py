@@ -105,8 +105,7 @@ class Both:
 
 def buffers_of(rank: Any) -> Iterator[Tensor]:
     """Caches, states and slot table, each with what it is of in the first dimension."""
-    slots = rank.runner._slots
-    yield from (*memory_of(rank), slots.token_ids, slots.lengths, slots.num_pending)
+    yield from (*memory_of(rank), *rank.runner._slots.tensors)
 
 
 def memory_of(rank: Any) -> Iterator[Tensor]:
@@ -114,7 +113,8 @@ def memory_of(rank: Any) -> Iterator[Tensor]:
         yield from (layer.k, layer.v)
     for state in rank.states.layers:
         yield from (state.conv, state.state)
-        yield from (getattr(state.pending, name) for name in state.pending.__slots__)
+        if state.pending is not None:
+            yield from (getattr(state.pending, name) for name in state.pending.__slots__)
 
 
 def same(got: Sequence[Answer], want: Sequence[Answer]) -> None:
@@ -199,6 +199,37 @@ def test_acceptance(right: str, tmp_path: Path) -> None:
             first, second = (sum(each[place] for each in both.bodies.accepted) for place in (0, 1))
             assert first > 0
             assert second == 0
+
+
+@pytest.mark.parametrize("num_drafts", range(9))
+def test_nothing_comes_from_behind_the_end_of_an_answer(num_drafts: int, tmp_path: Path) -> None:
+    """Stop ids within runs of right drafts, limits, prompts among rows of what has ended, and slots
+    that the next requests take: each token that ranks answer is of an answer, and rows in vain
+    change nothing that steps of the other kind do not."""
+    model = write_copying_mtp("qwen3-next", tmp_path)
+    asked = [[7], [12, 40], [9, 8, 100], random_ids(65, VOCABULARY, seed=1), [30], [50, 2]]
+    ends = [model.answer(tokens[-1], 3 + 2 * i)[-1] for i, tokens in enumerate(asked[:4])]
+    both = Both(tmp_path, num_drafts=num_drafts, max_in_flight=3, max_requests=3)
+    counts: list[list[int]] = []
+    _note_counts(both.bodies, counts)
+    params = [SamplingParams(max_tokens=12), *[SamplingParams()] * 4, SamplingParams(logprobs=1)]
+    how: dict[str, Any] = {"params": params, "arrivals": [0, 0, 0, 1, 3, 4]}
+    answers = both.generate(asked, max_tokens=12, eos_token_ids=ends, **how)
+    assert {answer.reason for answer in answers} == {"stop", "length"}
+    assert sum(map(sum, counts)) == sum(len(answer.token_ids) for answer in answers)
+    assert any(0 in each for each in counts), "rows in vain"
+
+
+def _note_counts(engine: LocalEngine, counts: list[list[int]]) -> None:
+    """How many tokens each row of each step answers."""
+    step = engine.step
+
+    def noted(plan: StepPlan) -> Any:
+        output, logits = step(plan)
+        counts.append([*output.counts] or [1] * len(output.tokens))
+        return output, logits
+
+    engine.step = noted  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("tp", "max_in_flight"), [(1, 1), (2, 3)])
