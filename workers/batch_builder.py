@@ -159,7 +159,7 @@ class BatchBuilder:
     ) -> ForwardBatch:
         block = self._slots.block_table[slot_of_token, positions // BLOCK_SIZE]
         # Where a block is missing: drafts that have none yet begin at the first place of block 0.
-        place = torch.where(slot_of_token > 0, positions % BLOCK_SIZE, BLOCK_SIZE - 1)
+        place = (positions % BLOCK_SIZE).masked_fill(slot_of_token == 0, BLOCK_SIZE - 1)
         tables = self._slots.block_table[slot_of_row]
         return ForwardBatch(
             token_ids=token_ids,

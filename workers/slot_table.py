@@ -79,7 +79,7 @@ class SlotTable:
 
     def going_on(self) -> Tensor:
         """[slots] int64: each slot itself, or slot 0 where its answer has ended."""
-        return torch.where(self.lengths < self.limits, self._itself, 0)
+        return self._itself.masked_fill(self.lengths >= self.limits, 0)
 
     def _token_places(self, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Where in `token_ids`, flattened, the tokens of these slots lie: lengths[i] of each."""

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.waiting import NumbersOfTheHost
 from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
@@ -70,7 +71,10 @@ def built(
     for slot in ended:
         table.limits[slot] = lengths[slot]
     builder = BatchBuilder(ops, table, AttentionShape(4, 2, 8), {0, 70}, speculates=speculates)
-    return builder.build(StepPlan(step=1, rows=rows)), table
+    with NumbersOfTheHost() as mode:
+        inputs = builder.build(StepPlan(step=1, rows=rows))
+    assert not mode.copied
+    return inputs, table
 
 
 @given(steps(), st.sets(st.integers(1, NUM_SLOTS)))
@@ -146,7 +150,10 @@ def test_a_step_of_one_token_each() -> None:
 def check_one_each(
     builder: BatchBuilder, table: SlotTable, slots: list[int], positions: list[int]
 ) -> None:
-    batch = builder.one_each(slots, positions, torch.tensor([9, 8, 7]))
+    token_ids = torch.tensor([9, 8, 7])
+    with NumbersOfTheHost() as mode:
+        batch = builder.one_each(slots, positions, token_ids)
+    assert not mode.copied
     assert (batch.token_ids.tolist(), batch.positions.tolist()) == ([9, 8, 7], positions)
     mapping = [
         int(table.block_table[slot, at // 64]) * 64 + at % 64 if table.limits[slot] > 1 else 63
