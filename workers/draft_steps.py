@@ -4,8 +4,8 @@ nothing from the host but which slots take part and how many drafts each has.
 Every row has as many places as one with all drafts of its step; what is left over computes nothing
 that anybody reads. The forward graph is named by its height (rows, padded), its width (places) and
 how many splits of keys its rows may see; the tail, which accepts drafts and makes the next ones,
-also by how many it makes, and by whether tokens are drawn. Which drafts were right, and so where
-the next step begins, the slot table knows: the host learns it late.
+also by what it does beside (`Variant`). Which drafts were right, and so where the next step begins,
+the slot table knows: the host learns it late.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unisono.workers.kv_cache import KVCache
 from unisono.workers.protocol import Rows, SlotSampling, StepPlan
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
-from unisono.workers.speculator import is_forced
+from unisono.workers.speculator import PIECE_PLACES, Speculator, is_forced
 from unisono.workers.state_pool import StatePool, caches_of
 from unisono.workers.step_buffers import StepBuffers
 
@@ -50,8 +50,22 @@ class Layout(NamedTuple):
     num_splits: int
 
 
+class Variant(NamedTuple):
+    """What the tail of a step does beside."""
+
+    num_drafts: int
+    """It makes so many drafts behind each row."""
+    draws: bool
+    """Noise has a part in some rows."""
+    rejects: bool
+    """Drafts of some rows, those judged or those made, may be rejected."""
+
+
 Recipe = tuple[Tensor, Tensor, Tensor]
 """Temperatures, seeds and positions [S] of tokens that are drawn."""
+Judge = Callable[[Tensor, Tensor, int], None]
+"""Puts the outcome for drafts that may be rejected in the place of their keys [n], by logits [n,
+this rank's rows] of whole rows, the first place of which is the number given."""
 
 
 class DraftSteps:
@@ -71,8 +85,10 @@ class DraftSteps:
         windows: Iterable[int],
         states: StatePool | None = None,
         forced: float = 0.0,
+        speculator: Speculator | None = None,
     ) -> None:
-        """`forced`: which part of the drafts is taken for right (workers/speculator.py)."""
+        """`forced`: which part of the drafts is taken for right. `speculator` does the same eagerly
+        and keeps what both must know of drafts that may be rejected."""
         # Triton is loaded where there is a GPU only.
         from unisono.ops.kernels import attention, delta_plan, draft_plan
 
@@ -81,6 +97,7 @@ class DraftSteps:
         self._sampler, self._graphs, self._buffers = sampler, graphs, buffers
         self._shape, self._windows = shape, tuple(sorted(set(windows)))
         self._buckets, self._states, self._forced = buckets, states, forced
+        self._speculator = speculator
         self._table = slots.tensors
 
     def serves(self, rows: Rows) -> bool:
@@ -98,15 +115,18 @@ class DraftSteps:
         hidden = self._buffers.hidden
         return hidden[upload_all(hidden.device, used_places(plan))[0]]
 
-    def tail(self, plan: StepPlan, *, draws: bool) -> Tensor:
+    def tail(self, plan: StepPlan, *, draws: bool, rejects: bool = False) -> Tensor:
         """Choose tokens, keep those up to the first that ends an answer or is behind a wrong draft,
         and draft for the next step; return the answers [rows, 1 + width].
 
         Only where `why_on_host` of the rows says nothing. `draws`: some of them are not greedy.
+        `rejects`: drafts of some may be rejected.
         """
-        (layout, eager), count = self._layout(plan), plan.num_proposals
-        key = (*layout, count, draws)
-        answers = self._graphs.run("tail", key, lambda: self._tail(layout, count, draws), eager)
+        (layout, eager), variant = self._layout(plan), Variant(plan.num_proposals, draws, rejects)
+        if rejects:
+            self._drafted_from()  # whose memory is no graph's
+        key = (*layout, *variant)
+        answers = self._graphs.run("tail", key, lambda: self._tail(layout, variant), eager)
         return answers[: len(plan.rows)]
 
     def _layout(self, plan: StepPlan) -> tuple[Layout, str]:
@@ -129,9 +149,9 @@ class DraftSteps:
         hidden = self._buffers.hidden[: len(batch.token_ids)]
         hidden.copy_(self._model.forward(batch, caches))
 
-    def _tail(self, layout: Layout, num_drafts: int, draws: bool) -> Tensor:
+    def _tail(self, layout: Layout, variant: Variant) -> Tensor:
         """[height, 1 + width] int64: of each row how many tokens it answers, and these."""
-        height, width, num_splits = layout
+        (height, width, num_splits), (num_drafts, draws, rejects) = layout, variant
         slots, drafts = self._buffers.slots[:height], self._buffers.drafts(height)
         hidden = self._buffers.hidden[: height * width]
         # Before lengths grow: the layer that drafts sees the tokens where the model saw them.
@@ -139,8 +159,9 @@ class DraftSteps:
         drawn = None
         if draws:
             slot_of_place = slots[:, None].expand(height, width).reshape(-1)
-            drawn = self._recipe(slot_of_place, batch.positions + 1)
-        keys = self._keys(self._model.logits, hidden, drawn)
+            drawn = (*self._slots.sampling.draws(slot_of_place), batch.positions + 1)
+        judge = self._rejection(layout, batch, drawn) if drawn and rejects and width > 1 else None
+        keys = self._keys(self._model.logits, hidden, drawn, width, judge)
         if self._forced:
             keys = self._judged(keys, batch, layout)
         settled = self._kernels.settle_drafts(keys, slots, drafts, self._table, width)
@@ -148,7 +169,11 @@ class DraftSteps:
         made = self._model.draft(settled.following, hidden, batch, layer)
         state = made.index_select(0, settled.last) if num_drafts else made
         for number in range(num_drafts):
-            drawn = self._recipe(slots, self._slots.lengths[slots] + number) if draws else None
+            if draws:
+                recipe = self._slots.sampling.draws(slots, drafting=True)
+                drawn = (*recipe, self._slots.lengths[slots] + number)
+            if rejects:
+                self._drafted_from()[:, number].index_copy_(0, slots, state)
             keys = self._keys(self._model.draft_logits, state, drawn)
             batch = self._drafted(keys, settled.answers, number, num_splits)
             if number + 1 < num_drafts:
@@ -202,21 +227,56 @@ class DraftSteps:
         batch = ForwardBatch(token_ids, places.positions, places.slot_mapping, plans)
         return places, batch
 
-    def _recipe(self, slots: Tensor, positions: Tensor) -> Recipe:
-        return *self._slots.sampling.draws(slots), positions
+    def _rejection(self, layout: Layout, batch: ForwardBatch, drawn: Recipe) -> Judge:
+        """As `Speculator.judged` does it for rows that need logits and noise only. What the others
+        have is judged as well, and the outcome left."""
+        _, width, _ = layout
+        drafted, most = batch.token_ids.roll(-1), self._buffers.drafts(layout.height)
+
+        def judge(keys: Tensor, logits: Tensor, begin: int) -> None:
+            order = torch.arange(len(keys) // width * (width - 1), device=keys.device)
+            rows, numbers = order // (width - 1), order % (width - 1)
+            slots = self._buffers.slots[begin // width + rows]
+            is_judged = self._slots.sampling.rejecting(slots)
+            is_judged &= numbers < most[begin // width + rows]
+            temperature, seeds, positions = (each[begin + rows * width + numbers] for each in drawn)
+            temperature = temperature.masked_fill(~is_judged, 1.0)  # of others it may be 0
+            for first in range(0, len(order), PIECE_PLACES):
+                piece = slice(first, first + PIECE_PLACES)
+                at = rows[piece] * width + numbers[piece]
+                made_from = self._drafted_from()[slots[piece], numbers[piece]]
+                outcome = self._sampler.judge_as_it_is(
+                    *(logits[at], self._model.draft_logits(made_from), drafted[begin + at]),
+                    *(temperature[piece], seeds[piece], positions[piece]),
+                )
+                keys.index_copy_(0, at, torch.where(is_judged[piece], outcome, keys[at]))
+
+        return judge
+
+    def _drafted_from(self) -> Tensor:
+        assert self._speculator is not None
+        return self._speculator.drafted_from(self._buffers.hidden)
 
     def _keys(
-        self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor, drawn: Recipe | None
+        self,
+        logits_of: Callable[[Tensor], Tensor],
+        hidden: Tensor,
+        drawn: Recipe | None,
+        width: int = 1,
+        judge: Judge | None = None,
     ) -> Tensor:
-        """The winning key behind each of hidden [S, hidden]; not `drawn`: all are greedy."""
-        keys = []
-        for begin in range(0, len(hidden), PIECE_ROWS):
-            part = slice(begin, begin + PIECE_ROWS)
+        """The winning key behind each of hidden [S, hidden], rows of `width` places; not `drawn`:
+        all are greedy."""
+        keys, most = [], max(PIECE_ROWS // width, 1) * width
+        for begin in range(0, len(hidden), most):
+            part = slice(begin, begin + most)
             logits = logits_of(hidden[part])
             if drawn is None:
                 keys.append(self._sampler.greedy_keys(logits))
             else:
                 keys.append(self._sampler.drawn_keys(logits, *(each[part] for each in drawn)))
+            if judge is not None:
+                judge(keys[-1], logits, begin)
         return keys[0] if len(keys) == 1 else torch.cat(keys)
 
 
@@ -239,9 +299,7 @@ def why_on_host(kinds: Sequence[SlotSampling]) -> str:
         return "sampling"
     if any(kind.logprobs >= 0 for kind in kinds):
         return "log-probabilities"
-    if any(kind.checksums for kind in kinds):
-        return "checksums"
-    return "rejection sampling" if any(kind.rejects for kind in kinds) else ""
+    return "checksums" if any(kind.checksums for kind in kinds) else ""
 
 
 def _drafts_of(rows: Rows) -> Sequence[int]:

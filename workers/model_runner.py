@@ -118,8 +118,9 @@ class ModelRunner:
     def _run_drafts(self, steps: DraftSteps, plan: StepPlan) -> StepOutput | LateOutput:
         steps.forward(plan)
         kinds, slots = self._slots.sampling, plan.rows.slot
-        if kinds.want_only_tokens(slots) and not kinds.reject_drafts(plan):
-            return LateOutput(steps.tail(plan, draws=kinds.draw(slots)))
+        if kinds.want_only_tokens(slots):
+            beside = {"draws": kinds.draw(slots), "rejects": kinds.reject_drafts(plan)}
+            return LateOutput(steps.tail(plan, **beside))
         why = why_on_host([kinds.of(slot) for slot in slots])
         return self._answer(plan, self._builder.build(plan), steps.hidden(plan), int32s(), why)
 

@@ -58,16 +58,21 @@ class Sampler:
         place is drawn. The places are brought whole to every rank, so that all judge alike. Waits
         for nothing.
         """
-        left = self._ops.judge_drafts(
-            self._drawable(logits, rows),
-            self._drawable(draft_logits, rows),
-            drafted,
-            rows.temperature,
-            self._ops.chance(rows.seeds, rows.positions),
-        )
-        as_it_is = torch.ones_like(rows.temperature)
-        draws = (as_it_is, rows.seeds.contiguous(), rows.positions, 0, self._num_ids)
-        return self._group.max(self._ops.noisy_argmax_keys(left, *draws))
+        model, draft = (self._drawable(each, rows) for each in (logits, draft_logits))
+        return self._judged(model, draft, drafted, rows.temperature, rows.seeds, rows.positions)
+
+    def judge_as_it_is(
+        self,
+        logits: Tensor,
+        draft_logits: Tensor,
+        drafted: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        """`judge` of places that need logits and noise only; temperature, seeds, positions [n]."""
+        model, draft = self._whole(logits), self._whole(draft_logits)
+        return self._judged(model, draft, drafted, temperature, seeds, positions)
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
         """logits [R, this rank's rows] fp32, token_ids [R] int64 -> [R, logprob_width] int32.
@@ -156,6 +161,21 @@ class Sampler:
         if len(at := rows.filtered):
             whole = whole.index_copy(0, at, self._filtered(whole[at], rows))
         return whole
+
+    def _judged(
+        self,
+        logits: Tensor,
+        draft_logits: Tensor,
+        drafted: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        """The same of whole rows of logits [n, vocabulary]."""
+        luck = self._ops.chance(seeds, positions)
+        left = self._ops.judge_drafts(logits, draft_logits, drafted, temperature, luck)
+        draws = (torch.ones_like(temperature), seeds.contiguous(), positions, 0, self._num_ids)
+        return self._group.max(self._ops.noisy_argmax_keys(left, *draws))
 
     def _whole(self, logits: Tensor) -> Tensor:
         return self._group.gather(logits, self._widths)[:, : self._num_ids]

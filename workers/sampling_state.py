@@ -106,9 +106,14 @@ class SamplingState:
         has_drafts = plan.num_proposals > 0 or any(plan.rows.drafts)
         return has_drafts and self.reject(plan.rows.slot)
 
-    def draws(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Temperature [n] fp64, 0 for greedy ones, and seed [n] int64 of slots [n]."""
-        return self._reals[slots, 0], self._wholes[slots, 1]
+    def draws(self, slots: Tensor, *, drafting: bool = False) -> tuple[Tensor, Tensor]:
+        """Temperature [n] fp64, 0 for greedy ones, and seed [n] int64 of slots [n]. `drafting`:
+        what is drawn are drafts."""
+        return self._reals[slots, 0], self._wholes[slots, 4 if drafting else 1]
+
+    def rejecting(self, slots: Tensor) -> Tensor:
+        """Whether drafts of slots [n] are judged by rejection sampling, [n] bool."""
+        return self._wholes[slots, 1] != self._wholes[slots, 4]
 
     def rows(
         self,

@@ -65,7 +65,15 @@ class Speculator:
         self._model, self._ops, self._forced = model, ops, forced
         self._slots, self._builder, self._sampler = slots, builder, sampler
         self._drafted_from: Tensor | None = None
-        """[slots, drafts, width], from the first draft on that may be rejected."""
+
+    def drafted_from(self, like: Tensor) -> Tensor:
+        """[slots, drafts, width]: the states, as `like` [n, width], that each slot's drafts were
+        made from, if these may be rejected. Taken by the first call, and kept where it is: graphs
+        read and write it."""
+        if self._drafted_from is None:
+            size = (len(self._slots.token_ids), self._slots.num_drafts, like.shape[1])
+            self._drafted_from = like.new_zeros(size)
+        return self._drafted_from
 
     def judged(self, inputs: StepInputs, logits: Tensor, keys: Tensor) -> Tensor:
         """Keys [S] of the tokens that drafts are compared with: those sampled from logits [S, this
@@ -137,7 +145,7 @@ class Speculator:
                 inputs.row_slots, positions, slots.token_ids, drafting=True
             )
             if slots.sampling.reject(inputs.row_slots):
-                self._keep(state, row_slots, number)
+                self.drafted_from(state)[row_slots, number] = state
             logits = self._model.draft_logits(state)
             token_ids, is_nan = self._sampler.choose(logits, sampling)
             has_nan |= is_nan & goes_on
@@ -169,10 +177,3 @@ class Speculator:
             outcome = self._sampler.judge(logits[at], draft_logits, drafted, rows)
             keys = keys.index_copy(0, at, outcome)
         return keys
-
-    def _keep(self, state: Tensor, slots: Tensor, number: int) -> None:
-        """Keep what draft `number` of slots [R] comes from, state [R, width]."""
-        if self._drafted_from is None:
-            size = (len(self._slots.token_ids), self._slots.num_drafts, state.shape[1])
-            self._drafted_from = state.new_zeros(size)
-        self._drafted_from[slots, number] = state

@@ -32,5 +32,6 @@ def judge_drafts(
 def _odds(logits: Tensor, temperature: Tensor) -> Tensor:
     """softmax(logits / temperature) in fp64; equal infinities share all."""
     best = logits.amax(1, keepdim=True)
-    gap = torch.where(logits == best, 0.0, logits.double() - best.double())
+    # Filled, not chosen by `where`, which would copy a number of the host's into a captured step.
+    gap = (logits.double() - best.double()).masked_fill_(logits == best, 0.0)
     return (gap / temperature[:, None]).softmax(1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.chances import LIMIT, chi_square_deviation
+from tests.waiting import NumbersOfTheHost
 from unisono.ops.reference.filters import filter_logits
 from unisono.ops.reference.gumbel import chance, gumbel_noise
 from unisono.ops.reference.speculation import judge_drafts
@@ -98,6 +99,20 @@ def test_a_draft_is_kept_by_its_share_and_else_what_is_in_excess_is_drawn() -> N
     assert judged([0.0, 0.5, 0.5], [0.5, 0.5, 0.0], 0, 1e-15).tolist() == [0, 0, 1]
     # The same but for rounding.
     assert judged(q, q, 2, 1 - 2**-53).tolist() == [0, 0, 1]
+
+
+def test_graphs_can_hold_it() -> None:
+    one = torch.ones(3, dtype=torch.float64)
+    seeds = torch.arange(3)
+    with NumbersOfTheHost() as mode:
+        luck = chance(seeds, seeds)
+        judge_drafts(torch.randn(3, 9), torch.randn(3, 9), seeds, one, luck)
+    assert not mode.asked
+    assert not mode.copied
+    with NumbersOfTheHost() as mode:
+        torch.where(one > 0, 0.0, one)
+        int(seeds[0])
+    assert (len(mode.copied), len(mode.asked)) == (1, 1), "what is looked for is seen"
 
 
 def test_nan_and_infinities_are_not_hidden() -> None:

@@ -22,7 +22,7 @@ from unisono.models.interface import Caches, ForwardBatch
 from unisono.ops.comm import solo_group
 from unisono.workers.config import WorkerConfig
 from unisono.workers.decode_steps import DecodeSteps, sized
-from unisono.workers.draft_steps import DraftSteps, Layout
+from unisono.workers.draft_steps import DraftSteps, Layout, Variant
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.profile_run import capture_graphs
 from unisono.workers.protocol import (
@@ -170,7 +170,7 @@ class Drafting(DraftSteps):
     def _forward(self, layout: Layout) -> None:
         self._card.do(lambda: self.ran.update([("forward", layout.height * layout.width)]))
 
-    def _tail(self, layout: Layout, num_drafts: int, draws: bool) -> torch.Tensor:
+    def _tail(self, layout: Layout, variant: Variant) -> torch.Tensor:
         self._card.do(lambda: self.ran.update([("tail", layout.height * layout.width)]))
         return torch.zeros(layout.height, 1 + layout.width)
 

@@ -27,7 +27,7 @@ from tests.tiny import random_ids, write_checkpoint
 from unisono.ops.kernels import draft_plan
 from unisono.runtime.protocol import SamplingParams
 from unisono.runtime.speculation import DraftPolicy
-from unisono.workers import draft_steps
+from unisono.workers import draft_steps, speculator
 from unisono.workers.draft_steps import used_places, width_of
 from unisono.workers.protocol import Phase, Rows, StepPlan, int32s
 from unisono.workers.speculator import is_forced
@@ -288,23 +288,60 @@ def test_what_needs_the_host_is_counted(erring: Path, monkeypatch: pytest.Monkey
     assert both.reasons("forward") == {"replay", "prompt tokens"}
 
 
-def test_drafts_that_may_be_rejected_need_the_host_where_there_are_any(
+def test_drafts_that_may_be_rejected_are_judged_in_the_graph(
     erring: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps without such a request, or without drafts, are replayed; so is the model's part of the
-    others. Rejected or not: states and caches end as those of eager steps, byte for byte."""
+    """Beside drawn ones that have a seed, and greedy ones, with fewer drafts than others, none, or
+    made in steps with prompts or for a filter on the host: tokens, drafts, states and caches are
+    those of eager steps, byte for byte. Filters alone need the host."""
     give_luck(monkeypatch, always_the_same)
-    for script, whys in (((2,), {"rejection sampling"}), ((0,), set())):
-        both = Both(erring, num_drafts=2, accept="rejection", policy_of=scripted(*script))
+    monkeypatch.setattr(draft_steps, "PIECE_ROWS", 10)
+    monkeypatch.setattr(draft_steps, "PIECE_PLACES", 4)
+    monkeypatch.setattr(speculator, "PIECE_PLACES", 3)
+    free, seeded = SamplingParams(temperature=0.9), SamplingParams(temperature=0.9, seed=1)
+    hot, filtered = SamplingParams(temperature=2.0), SamplingParams(temperature=1.5, top_k=50)
+    for script, last, whys in (
+        ((3,), hot, set()),
+        ((3, 3, 1, 2, 0), seeded, set()),
+        ((3, 2), filtered, {"sampling"}),
+    ):
+        options = {"accept": "rejection", "policy_of": scripted(*script), "max_requests": 5}
+        both = Both(erring, num_drafts=3, **options)
         _count_as_replays(both, monkeypatch)
-        for params in (
-            [SamplingParams(), SamplingParams(temperature=0.9, seed=1)],
-            [SamplingParams(), SamplingParams(temperature=0.9)],
-        ):
-            assert both.reasons("tail") <= {"replay", "prompt tokens"}
-            both.generate(prompts((5, 9)), max_tokens=12, params=params)
+        params = [free, SamplingParams(), hot, seeded, free, last]
+        arrivals = [0, 0, 0, 1, 4, 6]
+        both.generate(prompts((5, 9, 63, 2, 1, 7)), max_tokens=14, params=params, arrivals=arrivals)
         assert both.reasons("tail") == {"replay", "prompt tokens", *whys}
         assert both.reasons("forward") == {"replay", "prompt tokens"}
+        rejecting = [sum(map(sum, counts)) for counts in zip(*_of(both, (0, 2, 4)), strict=True)]
+        assert 0 < rejecting[1] < rejecting[0]
+
+
+def _of(both: Both, requests: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """How many drafts of these requests were checked and right, by place."""
+    for number in requests:
+        yield both.bodies.drafted[number], both.bodies.accepted[number]
+
+
+def test_a_nan_in_what_drafts_were_made_from_is_reported(
+    erring: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the row whose draft it is, by graphs as by eager steps; not of rows that reject none."""
+    give_luck(monkeypatch, always_the_same)
+    params = [SamplingParams(temperature=0.9, seed=1), SamplingParams(temperature=0.9)]
+    for graphs in (False, True):
+        options = {"graphs": graphs, "num_drafts": 2, "accept": "rejection"}
+        engine = LocalEngine(erring, ops_of=with_device_plans, **options)
+        [rank] = engine.ranks
+        made = rank.runner._speculator.drafted_from
+
+        @torch.inference_mode()
+        def spoil(step: int, made: Any = made) -> None:
+            if step == 2:
+                made(torch.empty(1, 1)).fill_(float("nan"))
+
+        with pytest.raises(FloatingPointError, match=r"sampling rows \[1\] hold NaN"):
+            engine.generate(prompts((1, 9)), max_tokens=9, before_step=spoil, params=params)
 
 
 def _count_as_replays(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
