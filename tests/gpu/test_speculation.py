@@ -24,6 +24,7 @@ from tests.tiny import DRAFTING, random_ids, write_checkpoint
 from unisono.launcher.model_source import resolve_model
 from unisono.launcher.tokenizer import Tokenizer
 from unisono.runtime.protocol import SamplingParams
+from unisono.workers.protocol import StepPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -102,6 +103,32 @@ def test_drafts_in_graphs_answer_as_eager_ones(
     assert pool.num_replays > 20
     reasons = {reason for _, reason in pool.eager_runs}
     assert reasons <= {"first run", "prompt tokens", "log-probabilities"}
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_answers_end_in_graphs(erring: tuple[Path, dict[str, Any]], num_drafts: int) -> None:
+    """Each token that a step answers is of an answer, and rows in vain answer none."""
+    path, options = erring
+    asked, arrivals = prompts(), [0, 0, 0, 2, 4, 6, 8]
+    plain = LocalEngine(path, **options)
+    ends = [each.token_ids[5 + number] for number, each in enumerate(plain.generate(asked, 24)[:4])]
+    want = plain.generate(asked, 24, arrivals, ends)
+    engine = LocalEngine(path, num_drafts=num_drafts, graphs=True, max_in_flight=3, **options)
+    step, counts = engine.step, list[int]()
+
+    def counted(plan: StepPlan) -> Any:
+        output, logits = step(plan)
+        counts.extend(output.counts or [1] * len(output.tokens))
+        return output, logits
+
+    engine.step = counted  # type: ignore[method-assign]
+    for _ in range(2):
+        counts.clear()
+        got = engine.generate(asked, 24, arrivals, ends)
+        assert [each.token_ids for each in got] == [each.token_ids for each in want]
+        assert sum(counts) == sum(len(each.token_ids) for each in want)
+        assert 0 in counts
+    assert engine.ranks[0].pool.num_replays > 10
 
 
 def test_graphs_with_drafts_are_captured_again_in_the_middle_of_answers(

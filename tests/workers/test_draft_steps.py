@@ -212,12 +212,41 @@ def test_nothing_comes_from_behind_the_end_of_an_answer(num_drafts: int, tmp_pat
     both = Both(tmp_path, num_drafts=num_drafts, max_in_flight=3, max_requests=3)
     counts: list[list[int]] = []
     _note_counts(both.bodies, counts)
+    for engine in (both.eager, both.bodies):
+        _check_rows_in_vain(engine)
     params = [SamplingParams(max_tokens=12), *[SamplingParams()] * 4, SamplingParams(logprobs=1)]
     how: dict[str, Any] = {"params": params, "arrivals": [0, 0, 0, 1, 3, 4]}
     answers = both.generate(asked, max_tokens=12, eos_token_ids=ends, **how)
     assert {answer.reason for answer in answers} == {"stop", "length"}
     assert sum(map(sum, counts)) == sum(len(answer.token_ids) for answer in answers)
     assert any(0 in each for each in counts), "rows in vain"
+
+
+def _check_rows_in_vain(engine: LocalEngine) -> None:
+    """What has ended keeps its tokens, its keys and values, and its state, in steps that name it."""
+    [rank] = engine.ranks
+    step, table = engine.step, rank.runner._slots
+    assert rank.states is not None
+
+    def belongings(slots: list[int]) -> list[Tensor]:
+        blocks, states = table.block_table[slots].flatten().unique(), table.states[slots]
+        parts = [part[slots] for part in table.tensors if part is not table.block_table]
+        parts += [
+            part[blocks[blocks > 0]] for layer in rank.cache.layers for part in (layer.k, layer.v)
+        ]
+        return [*parts, *(part[:, states] for part in rank.states._tensors)]
+
+    def checked(plan: StepPlan) -> Any:
+        going_on = table.going_on().tolist()
+        ended = [slot for slot in plan.rows.slot if not going_on[slot]]
+        in_vain = sorted({*ended} - {*plan.open_slot} - {*plan.block_slot})
+        before = belongings(in_vain)
+        output = step(plan)
+        for number, (old, new) in enumerate(zip(before, belongings(in_vain), strict=True)):
+            assert_same_bits(f"part {number} of what has ended", new, old)
+        return output
+
+    engine.step = checked  # type: ignore[method-assign]
 
 
 def _note_counts(engine: LocalEngine, counts: list[list[int]]) -> None:
