@@ -223,7 +223,7 @@ def test_nothing_comes_from_behind_the_end_of_an_answer(num_drafts: int, tmp_pat
 
 
 def _check_rows_in_vain(engine: LocalEngine) -> None:
-    """What has ended keeps its tokens, its keys and values, and its state, in steps that name it."""
+    """What has ended keeps its tokens, keys and values, and its state, in steps that name it."""
     [rank] = engine.ranks
     step, table = engine.step, rank.runner._slots
     assert rank.states is not None
