@@ -41,8 +41,8 @@ class Row:
     start: int
     count: int
     recorded: tuple[int, ...]
-    """One token; several where the ranks disagreed; none of a chunk, if no rank answered, or where
-    chance had a part in it."""
+    """One token; several where the ranks disagreed; none of a chunk, of a row behind the end of its
+    answer, if no rank answered, or where chance had a part in it."""
     replayed: int | None
     """None of a chunk, or if the step failed again."""
 
@@ -168,6 +168,7 @@ def _distinct(results: Sequence[StepResult], sample: int) -> tuple[int, ...]:
         dict.fromkeys(
             result.tokens[sum(result.counts[:sample]) if result.counts else sample]
             for result in by_rank
+            if not result.counts or result.counts[sample]
         )
     )
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from unisono.models.bench_hybrid import delta_cases, experts_cases
+from unisono.models.bench_hybrid import delta_cases, experts_cases, settle_case
 from unisono.models.bench_inputs import NUM_PARTS, Case, Inputs, Sizes
 from unisono.models.config import ModelConfig
 from unisono.models.partition import ModelPartition
@@ -306,18 +306,13 @@ def _choosing(vocabulary: int, rows: int) -> Iterator[Case]:
     def torch_logprobs(at: Inputs) -> list[Call]:
         return [lambda: F.log_softmax(logits(at), -1).topk(5)]
 
-    def accept(at: Inputs, ops: Ops) -> list[Call]:
-        tokens, chain = at.ids(6 * rows, below=vocabulary), torch.full((rows,), 6)
-        first = torch.arange(0, 6 * rows, 6).to(at.device)
-        return [partial(ops.accept_drafts, tokens, tokens.clone(), first, chain.to(at.device))]
-
     def judge(at: Inputs, ops: Ops) -> list[Call]:
         temperature, seeds, positions = _draws(at, rows)
         those = (logits(at), logits(at).roll(1, 1), at.ids(rows, below=vocabulary), temperature)
         return [lambda: ops.judge_drafts(*those, ops.chance(seeds, positions))]
 
     yield Case(op="judge_drafts", label=label, num_bytes=3 * size, ours=judge)
-    yield Case(op="accept_drafts", label=f"{rows} x 5", num_bytes=104 * rows, ours=accept)
+    yield settle_case(vocabulary, rows)
     yield Case(op="argmax_keys", label=label, num_bytes=size, ours=argmax, torch=torch_argmax)
     yield Case(op="noisy_argmax_keys", label=label, num_bytes=size, ours=noisy)
     yield Case(op="unpack_keys", label=f"{rows}", num_bytes=20 * rows, ours=unpack)

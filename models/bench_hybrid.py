@@ -1,4 +1,4 @@
-"""Cases of `unisono bench ops` that hybrid models and mixtures of experts add.
+"""Cases of `unisono bench ops` that hybrid models, their drafts and mixtures of experts add.
 
 Shape letters: T tokens, H value heads, K and V channels of a key and a value, C channels of the
 convolution, N experts, E hidden.
@@ -18,6 +18,8 @@ from unisono.models.bench_inputs import Case, Inputs, Sizes
 from unisono.models.config import DeltaConfig, ExpertsConfig, ModelConfig
 from unisono.ops.delta import CHUNK
 from unisono.ops.dispatch import Ops
+from unisono.ops.reference.draft_plan import Table
+from unisono.ops.reference.sampling import key_of_id
 from unisono.ops.timing import Call
 
 
@@ -43,6 +45,36 @@ def experts_cases(
     for tokens in sizes.tokens:
         yield _routing(experts, tokens, item)
         yield _experts(config.hidden_size, experts.width, num, chosen, tokens, item)
+
+
+def settle_case(vocabulary: int, rows: int) -> Case:
+    """Five drafts a row, all right, and a full set of stop ids, none of which comes."""
+
+    def ours(at: Inputs, ops: Ops) -> list[Call]:
+        def numbers(*shape: int, value: int = 1) -> Tensor:
+            return torch.full((1 + rows, *shape), value, device=at.device)
+
+        tokens, begin = at.ids(1 + rows, 8, below=vocabulary), numbers()
+        table = Table(
+            token_ids=tokens,
+            lengths=numbers(),
+            block_table=numbers(1),
+            num_pending=numbers(),
+            states=numbers(),
+            limits=numbers(value=1 << 40),
+            stop_ids=numbers(8, value=vocabulary),
+        )
+        slots = torch.arange(1, 1 + rows, device=at.device)
+        keys, drafts = key_of_id(tokens[1:, 1:7].flatten()), torch.full_like(slots, 5)
+
+        def call() -> object:
+            table.lengths.copy_(begin)  # a launch more, or slots would run over
+            return ops.settle_drafts(keys, slots, drafts, table, 6)
+
+        return [call]
+
+    size = 8 * (4 * 6 + 7 + 8 + 9)  # of a place, of the answers, of stop ids, of a slot
+    return Case(op="settle_drafts", label=f"{rows} x 5", num_bytes=size * rows, ours=ours)
 
 
 def _gated_norm(config: ModelConfig, delta: DeltaConfig, tokens: int, item: int) -> Case:

@@ -20,6 +20,7 @@ from unisono.ops import attention, delta, exactness, flash, linear
 from unisono.ops.by_reference import with_references
 from unisono.ops.reference import (
     activation,
+    draft_plan,
     embedding,
     experts,
     filters,
@@ -94,7 +95,7 @@ def _cpu_ops(head_dim: int) -> Ops:
         delta_rule=delta.delta_rule,
         route_experts=experts.route_experts,
         pack_experts=partial(experts.pack_experts, pack_linear=pack_linear),
-        accept_drafts=speculation.accept_drafts,
+        settle_drafts=draft_plan.settle_drafts,
         judge_drafts=speculation.judge_drafts,
         chance=gumbel.chance,
         argmax_keys=sampling.argmax_keys,

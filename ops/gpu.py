@@ -12,6 +12,7 @@ from unisono.ops.kernels import (
     attention,
     delta_plan,
     delta_rule,
+    draft_plan,
     embedding,
     experts,
     filters,
@@ -54,7 +55,7 @@ def gpu_ops(device: torch.device) -> Ops:
         delta_rule=delta_rule.delta_rule,
         route_experts=routing.route_experts,
         pack_experts=partial(experts.pack_experts, proofs={}),
-        accept_drafts=speculation.accept_drafts,
+        settle_drafts=draft_plan.settle_drafts,
         # Whole numbers and sums within a row, as all ranks see it.
         judge_drafts=speculation.judge_drafts,
         chance=chance,

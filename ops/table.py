@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unisono.ops import linear
 from unisono.ops.comm import Group
+from unisono.ops.reference.draft_plan import Settled, Table
 from unisono.ops.reference.experts import Experts
 
 
@@ -34,7 +35,7 @@ class Ops:
     delta_rule: Callable[..., Tensor]
     route_experts: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
     pack_experts: Callable[[Tensor, Tensor], Experts]
-    accept_drafts: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    settle_drafts: Callable[[Tensor, Tensor, Tensor, Table, int], Settled]
     judge_drafts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     chance: Callable[[Tensor, Tensor], Tensor]
     argmax_keys: Callable[[Tensor, int, int], Tensor]

@@ -45,9 +45,6 @@ def upload_all(device: torch.device, *lists: Sequence[int] | Tensor) -> list[Ten
 class Result:
     """Numbers [n] int64 on their way to the host, as they are at this point of a device's work."""
 
-    counts: Sequence[int] = ()
-    """How many of them each row has; none: one each."""
-
     def __init__(self, numbers: Tensor) -> None:
         on_gpu = numbers.is_cuda
         self._numbers = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=on_gpu)
@@ -66,6 +63,40 @@ class Result:
             self._event.synchronize()
         numbers: list[int] = self._numbers.tolist()
         return numbers
+
+
+class Answers:
+    """The answers of a step's rows on their way to the host: numbers [rows, 1 + most] int64, how
+    many tokens each row has, or -1 for a NaN, and then these."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._each = numbers.shape[1]
+        self._result = Result(numbers.flatten())
+
+    def is_ready(self) -> bool:
+        """Whether reading would not wait."""
+        return self._result.is_ready()
+
+    @property
+    def counts(self) -> list[int]:
+        """How many tokens each row has; empty if that is one and could not be more. Waits."""
+        counts = self._result.read()[:: self._each]
+        return [] if self._each == 2 and 0 not in counts else counts
+
+    def read(self) -> list[int]:
+        """Wait, and return the tokens of all rows.
+
+        Raises FloatingPointError if a row's logits held a NaN, or those of its drafts.
+        """
+        numbers, each = self._result.read(), self._each
+        counts = numbers[::each]
+        if bad := [row for row, count in enumerate(counts) if count < 0]:
+            raise FloatingPointError(f"the logits of sampling rows {bad} hold NaN")
+        if each == 2 and 0 not in counts:
+            return numbers[1::2]
+        begins = range(1, len(numbers), each)
+        rows = zip(begins, counts, strict=True)
+        return [token for at, count in rows for token in numbers[at : at + count]]
 
 
 def _on_host(numbers: Sequence[int] | Tensor) -> Tensor:

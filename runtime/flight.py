@@ -40,7 +40,7 @@ from unisono.workers.protocol import (
     unpack_sampling,
 )
 
-FORMAT, VERSION = "unisono flight", 2
+FORMAT, VERSION = "unisono flight", 3
 SUFFIX = ".flight"
 WINDOW = 512
 """Steps that can be replayed."""

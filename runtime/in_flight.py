@@ -18,7 +18,7 @@ class PlannedRow:
     count: int
     phase: Phase
     drafts: int
-    """Tokens that the ranks may propose behind it: the row answers 1 to drafts + 1."""
+    """Tokens that ranks may propose behind it: it answers 1 to drafts + 1, or none in vain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

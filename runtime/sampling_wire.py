@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from unisono.runtime.protocol import SamplingParams
 from unisono.runtime.request import Request
-from unisono.workers.protocol import SlotSampling, int64s, pack_sampling
+from unisono.workers.protocol import SlotSampling, pack_sampling
 
 _SEED_MASK = (1 << 63) - 1
 
@@ -35,21 +35,14 @@ def is_rejecting(params: SamplingParams, accept: str) -> bool:
 def open_sampling(opened: Sequence[Request], eos_token_ids: Iterable[int]) -> array[int]:
     """Return `StepPlan.open_sampling` for the requests whose slots a step opens, in order.
 
-    `eos_token_ids` are the model's own ends of text. Where there are recurrent states, the ranks
-    must know where each prompt ends.
+    `eos_token_ids` are the model's own ends of text.
     """
-    slots = [_slot_sampling(request, eos_token_ids) for request in opened]
-    is_hybrid = any(request.state for request in opened)
-    if not is_hybrid and all(s.is_plain and not s.wants_more_than_tokens for s in slots):
-        return int64s()
-    return pack_sampling(slots)
+    return pack_sampling(_slot_sampling(request, eos_token_ids) for request in opened)
 
 
 def _slot_sampling(request: Request, eos_token_ids: Iterable[int]) -> SlotSampling:
     params = request.params
-    late_ids = set(params.stop_token_ids)
-    if not params.ignore_eos:
-        late_ids.update(eos_token_ids)
+    ends = () if params.ignore_eos else sorted(eos_token_ids)
     slot = SlotSampling(
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
@@ -57,7 +50,8 @@ def _slot_sampling(request: Request, eos_token_ids: Iterable[int]) -> SlotSampli
         num_prompt_tokens=request.num_prompt_tokens,
         min_tokens=params.min_tokens,
         bias=params.logit_bias,
-        late_ids=tuple(sorted(late_ids)) if params.min_tokens else (),
+        max_length=request.num_prompt_tokens + request.max_tokens,
+        stop_ids=tuple(dict.fromkeys((*ends, *params.stop_token_ids))),
         logprobs=-1 if params.logprobs is None else params.logprobs,
         prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         checksums=int(request.checksums),

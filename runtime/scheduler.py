@@ -6,11 +6,12 @@ that does not fit is cut at a block border. If a running request finds no block,
 last rank is pre-empted: it loses its slot and blocks, waits at its place, and is computed again
 as a prompt of all its tokens. So the request of the first rank always gets on.
 
-The next step is planned before the result of the last one is in. What that result will say is
-known within bounds: a row in flight adds 1 to 1 + drafts tokens, and room is taken for the most.
-A request that may have its last token in flight waits for it; one that has ended in an earlier
-step has a row in vain, and leaves its slot and blocks after that. Nobody is pre-empted while steps
-are in flight: where blocks run short, nothing is planned until the results are in.
+The next step is planned before the result of the last one is in. What that result will say is known
+within bounds: a row in flight adds 1 to 1 + drafts tokens, and room is taken for the most. A
+request that may have its last token in flight waits for it; one that has ended in an earlier step
+has a row in vain, which answers nothing, and leaves its slot and blocks after that. Nobody is
+pre-empted while steps are in flight: where blocks run short, nothing is planned until the results
+are in.
 """
 
 from __future__ import annotations

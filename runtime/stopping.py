@@ -1,4 +1,5 @@
-"""Where an answer ends, by its tokens."""
+"""Where an answer ends, by its tokens. Ranks end it there, too, without being told (`Table` in
+ops/reference/draft_plan.py), unless by a stop id beyond the first NUM_STOP_IDS of its request."""
 
 from __future__ import annotations
 

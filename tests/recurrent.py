@@ -128,7 +128,7 @@ def _recur(inputs: Sequence[int], plan: Plan, cache: StateCache, layer: int) -> 
         zip(plan.starts, plan.counts, plan.states, strict=True)
     ):
         seen, now, recent = 0, layer, [0] * cache.conv.shape[1]
-        if start:
+        if start and number:  # what lies in scratch is nobody's
             seen, now = (int(number) for number in cache.state[number].flatten()[:2])
             recent = [int(token) for token in cache.conv[number, :, 0]]
         assert seen == start or not number, "a state that is of another length"

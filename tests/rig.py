@@ -387,23 +387,23 @@ class LocalEngine:
         sampler = Sampler(ops, group, self.partition, self._num_token_ids)
         owners = (cache, states, slots) if states is not None else (cache, slots)
         pool = GraphPool(device, group, owners, "" if self._graphs else "eager")
-        decode = None
+        decode = speculator = None
+        if self._num_drafts:
+            speculator = Speculator(model, ops, slots, builder, sampler, self._forced)
         if self._graphs:
             sizes = (self._scheduling["max_requests"], self.config.hidden_size, self._dtype)
             buffers = StepBuffers(*sizes, device, self._num_drafts, self._padding_ids)
             owned = (model, cache, slots, sampler, pool, buffers, self.graph_buckets)
             where = (shape, windows, states)
             decode = (
-                DraftSteps(*owned, *where, self._forced)
+                DraftSteps(*owned, *where, self._forced, speculator)
                 if self._num_drafts
                 else DecodeSteps(*owned, *where)
             )
-        prompts = speculator = None
+        prompts = None
         if self._prompt_graphs:
             used = (model, cache, slots, pool, self.graph_buckets)
             prompts = PromptSteps(*used, shape, windows, states, self._padding_ids)
-        if self._num_drafts:
-            speculator = Speculator(model, ops, slots, builder, sampler, self._forced)
         owned = (cache, slots, builder, sampler, pool, decode, tracer, states, speculator, prompts)
         runner = ModelRunner(model, *owned)
         rank = Rank(group, ops, model, cache, states, runner, pool, build)

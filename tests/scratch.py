@@ -25,8 +25,7 @@ def live_bytes(rank: Rank) -> list[Tensor]:
     """What belongs to somebody: all but slot 0, block 0 and state 0."""
     table = rank.runner._slots
     live = [part[1:] for layer in rank.cache.layers for part in (layer.k, layer.v)]
-    live += [table.token_ids[1:], table.block_table[1:], table.lengths[1:]]
-    live += [table.states[1:], table.num_pending[1:]]
+    live += [part[1:] for part in table.tensors]
     live += [] if rank.states is None else [tensor[:, 1:] for tensor in rank.states._tensors]
     return [tensor.contiguous().view(torch.uint8).clone() for tensor in live]
 

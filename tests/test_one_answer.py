@@ -33,7 +33,9 @@ from unisono.ops.comm import Group, ordered_sum, solo_group
 from unisono.ops.delta import PendingTokens
 from unisono.ops.gpu import gpu_ops
 from unisono.ops.linear import SMALL_HEIGHTS, ExactLinear, plain_product
+from unisono.ops.reference.draft_plan import Table
 from unisono.ops.reference.rope_kv import write_kv
+from unisono.ops.reference.sampling import key_of_id
 from unisono.ops.symmetric import Layout
 from unisono.ops.table import Ops
 from unisono.runtime.protocol import SamplingParams
@@ -301,6 +303,45 @@ def test_embedding_and_argmax(backend: str, dtype: torch.dtype) -> None:
     rows_keep_their_bits("embedding", lambda x: ops.embed_shard(x, table, 10), ids)
     logits = some(backend, count, 1003)
     rows_keep_their_bits("argmax", lambda x: ops.argmax_keys(x, 64, 2000), logits)
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param(KERNELS, marks=kernel_rig.MARKS)])
+def test_settled_drafts(backend: str) -> None:
+    """What a row answers, and what is left of its slot, is the same alone and in any company, and
+    with any number of places: up to a wrong draft, a stop id, its limit, or nothing at all."""
+    ops, device, count, length = ops_of(backend), device_of(backend), 40, 30
+    lengths = torch.randint(1, 16, (1 + count,))
+    held = Table(
+        token_ids=torch.randint(6, (1 + count, length)),
+        lengths=lengths,
+        block_table=torch.zeros(1 + count, 1, dtype=torch.int64),
+        num_pending=torch.randint(5, (1 + count,)),
+        states=torch.arange(1 + count),
+        limits=lengths + torch.randint(9, (1 + count,)),
+        stop_ids=torch.where(torch.rand(1 + count, 8) < 0.1, torch.randint(6, (1 + count, 8)), -1),
+    )
+    said = torch.randint(6, (count, 9))
+    at = lengths[1:, None] + torch.arange(9)
+    right = torch.rand(count, 9) < 0.8
+    said = torch.where(right, held.token_ids[1:].gather(1, at), said)
+    drafts = torch.randint(9, (count,))
+
+    def settled(rows: Sequence[int], width: int) -> list[tuple[list[int], list[Tensor]]]:
+        table = Table(*(part.clone().to(device) for part in held))
+        slots = torch.tensor(rows) + 1
+        keys = key_of_id(said[list(rows), :width].flatten())
+        given = (each.to(device) for each in (keys, slots, drafts[list(rows)]))
+        answers = ops.settle_drafts(*given, table, width).answers.tolist()
+        parts = [[part[slot].cpu() for part in table] for slot in slots.tolist()]
+        return [(row[1 : 1 + row[0]], part) for row, part in zip(answers, parts, strict=True)]
+
+    together = settled(range(count), 9)
+    assert {len(answer) for answer, _ in together} >= {0, 1, 2, 5}
+    alone = [([row], 1 + int(drafts[row])) for row in range(count)]
+    for rows, width in (*alone, (torch.randperm(count)[:17].tolist(), 9)):
+        for row, (answer, parts) in zip(rows, settled(rows, width), strict=True):
+            assert answer == together[row][0]
+            assert all(map(torch.equal, parts, together[row][1]))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class StepInputs:
     """Those of the plan as they are computed: drafts counted, and starts where they are."""
     batch: ForwardBatch
     slot_of_token: Tensor
-    """[T] int64."""
+    """[T] int64; slot 0, which is scratch, for rows whose answer has ended."""
     logits_index: Tensor
     """[S] index in the batch of each token that one is sampled behind."""
     sample_slots: Tensor
@@ -95,6 +95,9 @@ class BatchBuilder:
             slot.repeat_interleave(sampled),
             position[index] + 1,
         )
+        if Phase.DECODE in rows.phase:
+            going_on = self._slots.going_on()
+            slots_of, slot_of_row = going_on[slots_of], going_on[slot_of_row]
         tokens = self._slots.token_ids[slots_of, positions]
         delta = None
         if self._is_hybrid:
@@ -116,10 +119,12 @@ class BatchBuilder:
     def one_each(
         self, slots: Sequence[int], positions: Sequence[int], token_ids: Tensor
     ) -> ForwardBatch:
-        """A batch of one token for each of `slots`, without recurrent states; token_ids [R]."""
+        """A batch of one token for each of `slots`, without recurrent states; token_ids [R]. What
+        is of slots that have ended goes to scratch."""
         rows = Rows(slot=int32s(slots), start=int32s(positions), count=int32s([1] * len(slots)))
         device = self._slots.token_ids.device
-        slot_of_row, at = upload_all(device, rows.slot, rows.start)
+        numbers, at = upload_all(device, rows.slot, rows.start)
+        slot_of_row = self._slots.going_on()[numbers]
         return self._batch(token_ids, slot_of_row, at, slot_of_row, rows, None)
 
     def _settled(self, rows: Rows) -> tuple[Rows, list[int]]:
@@ -153,11 +158,13 @@ class BatchBuilder:
         delta: Any,
     ) -> ForwardBatch:
         block = self._slots.block_table[slot_of_token, positions // BLOCK_SIZE]
+        # Where a block is missing: drafts that have none yet begin at the first place of block 0.
+        place = (positions % BLOCK_SIZE).masked_fill(slot_of_token == 0, BLOCK_SIZE - 1)
         tables = self._slots.block_table[slot_of_row]
         return ForwardBatch(
             token_ids=token_ids,
             positions=positions,
-            slot_mapping=block * BLOCK_SIZE + positions % BLOCK_SIZE,
+            slot_mapping=block * BLOCK_SIZE + place,
             attention={
                 window: self._ops.plan_attention(
                     self._shape, rows.start, rows.count, tables, window

@@ -24,7 +24,7 @@ import msgpack
 
 T = TypeVar("T")
 
-VERSION = 2
+VERSION = 3
 """Of the wire. Both sides come from one installation; the number guards against a mix."""
 _TYPECODES = "bBhHiIqQ"
 """Array item types of the same width everywhere."""

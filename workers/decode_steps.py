@@ -18,7 +18,6 @@ from torch import Tensor
 
 from unisono.models.interface import ForwardBatch, Model
 from unisono.ops.attention import AttentionShape
-from unisono.ops.transfer import Result
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
@@ -68,18 +67,18 @@ class DecodeSteps:
         self._graphs.run("forward", key, lambda: self._forward(*key), eager)
         return self._buffers.hidden[: len(rows)]
 
-    def tail(self, rows: Rows, draws: bool) -> Result:
-        """Append to each slot its likeliest token, or, if it `draws`, the one that noise chose."""
+    def tail(self, rows: Rows, draws: bool) -> Tensor:
+        """Append to each slot its likeliest token, or, if it `draws`, the one that noise chose, and
+        none where its answer has ended; return the answers [rows, 2]."""
         height, eager = sized(len(rows), self._buckets)
         key = (height, draws)
-        tokens = self._graphs.run("tail", key, lambda: self._tail(*key), eager)
-        return Result(tokens[: len(rows)])
+        return self._graphs.run("tail", key, lambda: self._tail(*key), eager)[: len(rows)]
 
     def _forward(self, height: int, num_splits: int) -> None:
         buffers, slots = self._buffers, self._slots
         token_ids, positions = buffers.token_ids[:height], buffers.positions[:height]
         slot_mapping = buffers.slot_mapping[:height]
-        plans = {}
+        plans, records = {}, torch.empty(0)
         for window in self._windows:
             splits_of_row = self._attention.splits_of_row(num_splits, window)
             records = torch.empty(5, height, dtype=torch.int32, device=buffers.slots.device)
@@ -87,28 +86,19 @@ class DecodeSteps:
                 self._shape, records, slots.block_table, splits_of_row, window
             )
             self._decode.expand_rows(
-                buffers.slots[:height],
-                slots.token_ids,
-                slots.lengths,
-                slots.block_table,
-                BLOCK_SIZE,
-                splits_of_row,
-                token_ids,
-                positions,
-                slot_mapping,
-                records,
+                *(buffers.slots[:height], slots.tensors, BLOCK_SIZE, splits_of_row),
+                *(token_ids, positions, slot_mapping, records),
             )
-        delta = None if self._states is None else self._delta(height)
+        delta = None if self._states is None else self._delta(positions, records[0])
         token_ids = buffers.padded(token_ids, height)
         batch = ForwardBatch(token_ids, positions, slot_mapping, plans, delta)
         caches = caches_of(self._model.config, self._cache, self._states)
         buffers.hidden[:height].copy_(self._model.forward(batch, caches))
 
-    def _delta(self, height: int) -> Any:
-        """The recurrent rows: each one token behind its prompt, wherever that is. Padding begins
-        from nothing, at position 0 of scratch."""
-        states = self._slots.states[self._buffers.slots[:height]]
-        return self._delta_plan.plan_decode(self._buffers.positions[:height], states)
+    def _delta(self, positions: Tensor, slots: Tensor) -> Any:
+        """The recurrent rows: each one token behind its prompt, wherever that is. Padding, and what
+        has ended, begins from nothing, at position 0 of scratch."""
+        return self._delta_plan.plan_decode(positions, self._slots.states.index_select(0, slots))
 
     def _tail(self, height: int, draws: bool) -> Tensor:
         slots, of_row = self._slots, self._buffers.slots[:height]
@@ -118,7 +108,7 @@ class DecodeSteps:
             keys = self._sampler.drawn_keys(logits, temperature, seeds, slots.lengths[of_row])
         else:
             keys = self._sampler.greedy_keys(logits)
-        return self._decode.advance_rows(keys, of_row, slots.token_ids, slots.lengths)
+        return self._decode.advance_rows(keys, of_row, slots.tensors)
 
 
 def sized(num_rows: int, buckets: Sequence[int]) -> tuple[int, str]:

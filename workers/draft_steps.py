@@ -4,8 +4,8 @@ nothing from the host but which slots take part and how many drafts each has.
 Every row has as many places as one with all drafts of its step; what is left over computes nothing
 that anybody reads. The forward graph is named by its height (rows, padded), its width (places) and
 how many splits of keys its rows may see; the tail, which accepts drafts and makes the next ones,
-also by how many it makes, and by whether tokens are drawn. Which drafts were right, and so where
-the next step begins, the slot table knows: the host learns it late.
+also by what it does beside (`Variant`). Which drafts were right, and so where the next step begins,
+the slot table knows: the host learns it late.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from unisono.models.interface import ForwardBatch, Model
 from unisono.ops.attention import AttentionShape
-from unisono.ops.transfer import Result, upload_all
+from unisono.ops.reference.sampling import key_of_id
+from unisono.ops.transfer import upload_all
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.decode_steps import sized
 from unisono.workers.graph_pool import GraphPool
@@ -27,7 +28,7 @@ from unisono.workers.kv_cache import KVCache
 from unisono.workers.protocol import Rows, SlotSampling, StepPlan
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
-from unisono.workers.speculator import is_forced
+from unisono.workers.speculator import PIECE_PLACES, Speculator, is_forced
 from unisono.workers.state_pool import StatePool, caches_of
 from unisono.workers.step_buffers import StepBuffers
 
@@ -49,8 +50,22 @@ class Layout(NamedTuple):
     num_splits: int
 
 
+class Variant(NamedTuple):
+    """What the tail of a step does beside."""
+
+    num_drafts: int
+    """It makes so many drafts behind each row."""
+    draws: bool
+    """Noise has a part in some rows."""
+    rejects: bool
+    """Drafts of some rows, those judged or those made, may be rejected."""
+
+
 Recipe = tuple[Tensor, Tensor, Tensor]
 """Temperatures, seeds and positions [S] of tokens that are drawn."""
+Judge = Callable[[Tensor, Tensor, int], None]
+"""Puts the outcome for drafts that may be rejected in the place of their keys [n], by logits [n,
+this rank's rows] of whole rows, the first place of which is the number given."""
 
 
 class DraftSteps:
@@ -70,8 +85,10 @@ class DraftSteps:
         windows: Iterable[int],
         states: StatePool | None = None,
         forced: float = 0.0,
+        speculator: Speculator | None = None,
     ) -> None:
-        """`forced`: which part of the drafts is taken for right (workers/speculator.py)."""
+        """`forced`: which part of the drafts is taken for right. `speculator` does the same eagerly
+        and keeps what both must know of drafts that may be rejected."""
         # Triton is loaded where there is a GPU only.
         from unisono.ops.kernels import attention, delta_plan, draft_plan
 
@@ -80,9 +97,8 @@ class DraftSteps:
         self._sampler, self._graphs, self._buffers = sampler, graphs, buffers
         self._shape, self._windows = shape, tuple(sorted(set(windows)))
         self._buckets, self._states, self._forced = buckets, states, forced
-        self._table = draft_plan.Table(
-            slots.token_ids, slots.lengths, slots.block_table, slots.num_pending, slots.states
-        )
+        self._speculator = speculator
+        self._table = slots.tensors
 
     def serves(self, rows: Rows) -> bool:
         """Whether every row decodes, and there are not too many."""
@@ -99,16 +115,19 @@ class DraftSteps:
         hidden = self._buffers.hidden
         return hidden[upload_all(hidden.device, used_places(plan))[0]]
 
-    def tail(self, plan: StepPlan, *, draws: bool) -> LateDrafts:
-        """Choose tokens, keep those up to the first behind a wrong draft, draft for the next step.
+    def tail(self, plan: StepPlan, *, draws: bool, rejects: bool = False) -> Tensor:
+        """Choose tokens, keep those up to the first that ends an answer or is behind a wrong draft,
+        and draft for the next step; return the answers [rows, 1 + width].
 
         Only where `why_on_host` of the rows says nothing. `draws`: some of them are not greedy.
+        `rejects`: drafts of some may be rejected.
         """
-        (layout, eager), count = self._layout(plan), plan.num_proposals
-        key = (*layout, count, draws)
-        numbers = self._graphs.run("tail", key, lambda: self._tail(layout, count, draws), eager)
-        each = 1 + layout.width
-        return LateDrafts(Result(numbers[: len(plan.rows) * each]), each)
+        (layout, eager), variant = self._layout(plan), Variant(plan.num_proposals, draws, rejects)
+        if rejects:
+            self._drafted_from()  # whose memory is no graph's
+        key = (*layout, *variant)
+        answers = self._graphs.run("tail", key, lambda: self._tail(layout, variant), eager)
+        return answers[: len(plan.rows)]
 
     def _layout(self, plan: StepPlan) -> tuple[Layout, str]:
         """Of a step, and why there is no graph of it, if there is none."""
@@ -130,9 +149,9 @@ class DraftSteps:
         hidden = self._buffers.hidden[: len(batch.token_ids)]
         hidden.copy_(self._model.forward(batch, caches))
 
-    def _tail(self, layout: Layout, num_drafts: int, draws: bool) -> Tensor:
-        """[height * (1 + width)] int64: of each row how many tokens it answers, and these."""
-        height, width, num_splits = layout
+    def _tail(self, layout: Layout, variant: Variant) -> Tensor:
+        """[height, 1 + width] int64: of each row how many tokens it answers, and these."""
+        (height, width, num_splits), (num_drafts, draws, rejects) = layout, variant
         slots, drafts = self._buffers.slots[:height], self._buffers.drafts(height)
         hidden = self._buffers.hidden[: height * width]
         # Before lengths grow: the layer that drafts sees the tokens where the model saw them.
@@ -140,8 +159,9 @@ class DraftSteps:
         drawn = None
         if draws:
             slot_of_place = slots[:, None].expand(height, width).reshape(-1)
-            drawn = self._recipe(slot_of_place, batch.positions + 1)
-        keys = self._keys(self._model.logits, hidden, drawn)
+            drawn = (*self._slots.sampling.draws(slot_of_place), batch.positions + 1)
+        judge = self._rejection(layout, batch, drawn) if drawn and rejects and width > 1 else None
+        keys = self._keys(self._model.logits, hidden, drawn, width, judge)
         if self._forced:
             keys = self._judged(keys, batch, layout)
         settled = self._kernels.settle_drafts(keys, slots, drafts, self._table, width)
@@ -149,12 +169,16 @@ class DraftSteps:
         made = self._model.draft(settled.following, hidden, batch, layer)
         state = made.index_select(0, settled.last) if num_drafts else made
         for number in range(num_drafts):
-            drawn = self._recipe(slots, self._slots.lengths[slots] + number) if draws else None
+            if draws:
+                recipe = self._slots.sampling.draws(slots, drafting=True)
+                drawn = (*recipe, self._slots.lengths[slots] + number)
+            if rejects:
+                self._drafted_from()[:, number].index_copy_(0, slots, state)
             keys = self._keys(self._model.draft_logits, state, drawn)
             batch = self._drafted(keys, settled.answers, number, num_splits)
             if number + 1 < num_drafts:
                 state = self._model.draft(batch.token_ids, state, batch, layer)
-        return settled.answers.flatten()
+        return settled.answers
 
     def _judged(self, keys: Tensor, batch: ForwardBatch, layout: Layout) -> Tensor:
         """Keys that name the draft itself where it is forced."""
@@ -163,7 +187,7 @@ class DraftSteps:
         is_draft = (places < self._buffers.drafts(height)[:, None]).flatten()
         slots = self._buffers.slots[:height, None].expand(height, width).reshape(-1)
         forced = is_draft & is_forced(self._forced, slots, batch.positions + 1)
-        return torch.where(forced, self._kernels.key_of_id(batch.token_ids.roll(-1)), keys)
+        return torch.where(forced, key_of_id(batch.token_ids.roll(-1)), keys)
 
     def _expanded(self, layout: Layout) -> tuple[Places, ForwardBatch]:
         """The step as the slot table has it; without recurrent states."""
@@ -203,54 +227,57 @@ class DraftSteps:
         batch = ForwardBatch(token_ids, places.positions, places.slot_mapping, plans)
         return places, batch
 
-    def _recipe(self, slots: Tensor, positions: Tensor) -> Recipe:
-        return *self._slots.sampling.draws(slots), positions
+    def _rejection(self, layout: Layout, batch: ForwardBatch, drawn: Recipe) -> Judge:
+        """As `Speculator.judged` does it for rows that need logits and noise only. What the others
+        have is judged as well, and the outcome left."""
+        _, width, _ = layout
+        drafted, most = batch.token_ids.roll(-1), self._buffers.drafts(layout.height)
+
+        def judge(keys: Tensor, logits: Tensor, begin: int) -> None:
+            order = torch.arange(len(keys) // width * (width - 1), device=keys.device)
+            rows, numbers = order // (width - 1), order % (width - 1)
+            slots = self._buffers.slots[begin // width + rows]
+            is_judged = self._slots.sampling.rejecting(slots)
+            is_judged &= numbers < most[begin // width + rows]
+            temperature, seeds, positions = (each[begin + rows * width + numbers] for each in drawn)
+            temperature = temperature.masked_fill(~is_judged, 1.0)  # of others it may be 0
+            for first in range(0, len(order), PIECE_PLACES):
+                piece = slice(first, first + PIECE_PLACES)
+                at = rows[piece] * width + numbers[piece]
+                made_from = self._drafted_from()[slots[piece], numbers[piece]]
+                outcome = self._sampler.judge_as_it_is(
+                    *(logits[at], self._model.draft_logits(made_from), drafted[begin + at]),
+                    *(temperature[piece], seeds[piece], positions[piece]),
+                )
+                keys.index_copy_(0, at, torch.where(is_judged[piece], outcome, keys[at]))
+
+        return judge
+
+    def _drafted_from(self) -> Tensor:
+        assert self._speculator is not None
+        return self._speculator.drafted_from(self._buffers.hidden)
 
     def _keys(
-        self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor, drawn: Recipe | None
+        self,
+        logits_of: Callable[[Tensor], Tensor],
+        hidden: Tensor,
+        drawn: Recipe | None,
+        width: int = 1,
+        judge: Judge | None = None,
     ) -> Tensor:
-        """The winning key behind each of hidden [S, hidden]; not `drawn`: all are greedy."""
-        keys = []
-        for begin in range(0, len(hidden), PIECE_ROWS):
-            part = slice(begin, begin + PIECE_ROWS)
+        """The winning key behind each of hidden [S, hidden], rows of `width` places; not `drawn`:
+        all are greedy."""
+        keys, most = [], max(PIECE_ROWS // width, 1) * width
+        for begin in range(0, len(hidden), most):
+            part = slice(begin, begin + most)
             logits = logits_of(hidden[part])
             if drawn is None:
                 keys.append(self._sampler.greedy_keys(logits))
             else:
                 keys.append(self._sampler.drawn_keys(logits, *(each[part] for each in drawn)))
+            if judge is not None:
+                judge(keys[-1], logits, begin)
         return keys[0] if len(keys) == 1 else torch.cat(keys)
-
-
-class LateDrafts:
-    """The answers of a step with drafts on their way to the host: as `Result`."""
-
-    def __init__(self, result: Result, each: int) -> None:
-        """`result` has `each` numbers of a row: how many tokens it answers, and these."""
-        self._result, self._each = result, each
-
-    def is_ready(self) -> bool:
-        """Whether reading would not wait."""
-        return self._result.is_ready()
-
-    @property
-    def counts(self) -> list[int]:
-        """How many tokens each row answers."""
-        return self._result.read()[:: self._each]
-
-    def read(self) -> list[int]:
-        """Wait, and return the tokens of all rows.
-
-        Raises FloatingPointError if a row's logits held a NaN, or those of its drafts.
-        """
-        numbers = self._result.read()
-        counts = numbers[:: self._each]
-        if bad := [row for row, count in enumerate(counts) if count < 0]:
-            raise FloatingPointError(f"the logits of sampling rows {bad} hold NaN")
-        tokens: list[int] = []
-        for row, count in enumerate(counts):
-            first = row * self._each + 1
-            tokens += numbers[first : first + count]
-        return tokens
 
 
 def width_of(plan: StepPlan) -> int:
@@ -272,9 +299,7 @@ def why_on_host(kinds: Sequence[SlotSampling]) -> str:
         return "sampling"
     if any(kind.logprobs >= 0 for kind in kinds):
         return "log-probabilities"
-    if any(kind.checksums for kind in kinds):
-        return "checksums"
-    return "rejection sampling" if any(kind.rejects for kind in kinds) else ""
+    return "checksums" if any(kind.checksums for kind in kinds) else ""
 
 
 def _drafts_of(rows: Rows) -> Sequence[int]:

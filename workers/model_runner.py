@@ -5,23 +5,24 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unisono.models.interface import Model
-from unisono.ops.transfer import Result, upload_all
+from unisono.ops.transfer import Answers, upload_all
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
 from unisono.workers.codec import ProtocolError
 from unisono.workers.decode_steps import DecodeSteps
-from unisono.workers.draft_steps import DraftSteps, LateDrafts, why_on_host
+from unisono.workers.draft_steps import DraftSteps, why_on_host
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
 from unisono.workers.logprobs import prompt_logprobs, token_logprobs
 from unisono.workers.prompt_steps import PromptSteps
 from unisono.workers.protocol import Rows, StepPlan, int32s
-from unisono.workers.sampler import Sampler, refuse_nan
+from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
 from unisono.workers.speculator import Accepted, Speculator
 from unisono.workers.state_pool import StatePool, caches_of
@@ -42,31 +43,15 @@ class StepOutput:
         return True
 
 
-class LateOutput:
-    """The same of a step that the device may still run: `tokens` waits for it."""
+class LateOutput(Answers):
+    """The same of a step that the device may still run: `tokens` and `counts` wait for it."""
 
-    logprobs = None
-    checksums = None
-
-    def __init__(self, result: Result | LateDrafts) -> None:
-        self._result = result
-
-    def is_ready(self) -> bool:
-        """Whether reading it would not wait for the device."""
-        return self._result.is_ready()
+    logprobs = checksums = None
 
     @property
     def tokens(self) -> list[int]:
         """Raises FloatingPointError if a row's logits held a NaN."""
-        tokens = self._result.read()
-        if bad := [row for row, token in enumerate(tokens) if token < 0]:
-            raise FloatingPointError(f"the logits of sampling rows {bad} hold NaN")
-        return tokens
-
-    @property
-    def counts(self) -> Sequence[int]:
-        """How many of them each row has; empty: one each. Waits, too."""
-        return self._result.counts
+        return self.read()
 
 
 class ModelRunner:
@@ -133,8 +118,9 @@ class ModelRunner:
     def _run_drafts(self, steps: DraftSteps, plan: StepPlan) -> StepOutput | LateOutput:
         steps.forward(plan)
         kinds, slots = self._slots.sampling, plan.rows.slot
-        if kinds.want_only_tokens(slots) and not kinds.reject_drafts(plan):
-            return LateOutput(steps.tail(plan, draws=kinds.draw(slots)))
+        if kinds.want_only_tokens(slots):
+            beside = {"draws": kinds.draw(slots), "rejects": kinds.reject_drafts(plan)}
+            return LateOutput(steps.tail(plan, **beside))
         why = why_on_host([kinds.of(slot) for slot in slots])
         return self._answer(plan, self._builder.build(plan), steps.hidden(plan), int32s(), why)
 
@@ -159,26 +145,25 @@ class ModelRunner:
 
         `why`: the reason that this is not replayed.
         """
-        chosen = None
+        chosen = accepted = None
         ends = hidden.index_select(0, inputs.logits_index)
         if max(inputs.sizes, default=0) > 1:
-            chosen = self._sample_with_drafts(inputs, ends, why)
+            chosen, accepted = self._sample_with_drafts(inputs, ends, why)
         elif inputs.sizes:
             places = (inputs.sample_slots, inputs.sample_positions)
             chosen = self._sample(ends, inputs.row_slots, *places, why)
         if self._tracer is not None:
             self._tracer.end()
         if self._speculator is not None:
-            accepted = None if chosen is None else chosen.accepted
             drafting = (self._cache.layers[-1], plan.num_proposals, accepted)
             has_nan = self._speculator.propose(inputs, hidden, *drafting)
-            if accepted is not None:
-                refuse_nan(has_nan.tolist())
-            elif chosen is not None:
-                chosen = chosen._replace(is_nan=chosen.is_nan | has_nan)
+            if chosen is not None:
+                chosen.answers[:, 0].masked_fill_(has_nan, -1)
         return self._output(chosen, records)
 
-    def _sample_with_drafts(self, inputs: StepInputs, hidden: Tensor, why: str) -> _Chosen:
+    def _sample_with_drafts(
+        self, inputs: StepInputs, hidden: Tensor, why: str
+    ) -> tuple[_Chosen, Accepted]:
         """Choose a token behind each of hidden [S, width], and keep those behind right drafts."""
         table, speculator = self._slots, self._speculator
         assert speculator is not None
@@ -186,15 +171,13 @@ class ModelRunner:
         slots_of = [slot for slot, size in of_token for _ in range(size)]
         sampling = table.sampling.rows(slots_of, inputs.sample_positions, table.token_ids)
 
-        def tail() -> tuple[Tensor, Tensor, Accepted]:
+        def tail() -> tuple[Tensor, Accepted]:
             logits = self._model.logits(hidden)
-            token_ids = speculator.judged(inputs, logits, self._sampler.sample(logits, sampling))
-            return logits, token_ids, speculator.accept(inputs, token_ids)
+            keys = speculator.judged(inputs, logits, self._sampler.keys(logits, sampling))
+            return logits, speculator.accept(inputs, keys)
 
-        logits, token_ids, accepted = self._graphs.run("tail", len(slots_of), tail, why)
-        logits, token_ids = logits[accepted.kept], token_ids[accepted.kept]
-        is_nan = torch.zeros_like(token_ids, dtype=torch.bool)
-        return _Chosen(logits, token_ids, is_nan, accepted.row_slots, accepted)
+        logits, accepted = self._graphs.run("tail", len(slots_of), tail, why)
+        return _Chosen(logits, accepted.answers, inputs.row_slots, inputs.sizes), accepted
 
     def _sample(
         self,
@@ -208,29 +191,33 @@ class ModelRunner:
         table = self._slots
         sampling = table.sampling.rows(row_slots, positions, table.token_ids)
 
-        def tail() -> tuple[Tensor, Tensor, Tensor]:
+        def tail() -> tuple[Tensor, Tensor]:
             logits = self._model.logits(hidden)
-            token_ids, is_nan = self._sampler.choose(logits, sampling)
-            table.append(slots, positions, token_ids)
-            return logits, token_ids, is_nan
+            keys = self._sampler.keys(logits, sampling)
+            return logits, self._sampler.append(keys, slots, table)
 
-        return _Chosen(*self._graphs.run("tail", len(row_slots), tail, why), row_slots)
+        answered = self._graphs.run("tail", len(row_slots), tail, why)
+        return _Chosen(*answered, row_slots, [1] * len(row_slots))
 
     def _output(self, chosen: _Chosen | None, records: array[int]) -> StepOutput | LateOutput:
-        """What the step gives. The host waits only where more than tokens is wanted."""
+        """What the step gives. The host waits only where more than tokens is wanted, or behind
+        drafts, where it has waited."""
         if chosen is None:
             # That a step without answers is over, too, only the device knows.
-            nothing = self._slots.lengths[:0]
-            return StepOutput([], records) if records else LateOutput(Result(nothing))
-        late = LateOutput(Result(chosen.token_ids.masked_fill(chosen.is_nan, -1)))
-        slots, table, accepted = chosen.row_slots, self._slots, chosen.accepted
-        wants_more = bool(records) or table.sampling.want_more_than_tokens(slots)
-        if not wants_more and accepted is None:
-            return late
-        tokens = late.tokens
-        records += token_logprobs(slots, table, chosen.logits, chosen.token_ids, self._sampler)
-        checksums = self._sampler.checksums(chosen.logits, table.checksum_rows(slots))
-        counts = () if accepted is None else accepted.counts
+            return StepOutput([], records) if records else LateOutput(self._slots.lengths[:0, None])
+        late, kinds = LateOutput(chosen.answers), self._slots.sampling
+        if not records and not kinds.want_more_than_tokens(chosen.row_slots):
+            has_waited = max(chosen.sizes) > 1
+            return StepOutput(late.tokens, None, counts=late.counts) if has_waited else late
+        tokens, counts = late.tokens, late.counts
+        begins = accumulate(chosen.sizes, initial=0)
+        rows = zip(chosen.row_slots, begins, counts or chosen.sizes, strict=False)
+        kept = [(slot, begin + place) for slot, begin, count in rows for place in range(count)]
+        slots, places = [slot for slot, _ in kept], [place for _, place in kept]
+        at, token_ids = upload_all(chosen.logits.device, places, tokens)
+        logits = chosen.logits[at]
+        records += token_logprobs(slots, self._slots, logits, token_ids, self._sampler)
+        checksums = self._sampler.checksums(logits, kinds.checksum_rows(slots))
         return StepOutput(tokens, records or None, checksums or None, counts)
 
     def _apply_changes(self, plan: StepPlan) -> None:
@@ -247,17 +234,16 @@ class ModelRunner:
 
 
 class _Chosen(NamedTuple):
-    """The tokens [n] of a step's sampling rows and what they were chosen by."""
+    """What the R sampling rows of a step answer, and what it was chosen by."""
 
     logits: Tensor
-    """[n, this rank's rows]."""
-    token_ids: Tensor
-    is_nan: Tensor
-    """[n] bool: whether a token means nothing."""
+    """[S, this rank's rows]."""
+    answers: Tensor
+    """[R, 1 + most], as `settle_drafts` gives them."""
     row_slots: Sequence[int]
-    """[n] the slot of each."""
-    accepted: Accepted | None = None
-    """None: they are one a row."""
+    """[R] the slot of each."""
+    sizes: Sequence[int]
+    """[R] how many of the S each has."""
 
 
 def _fresh_blocks(plan: StepPlan) -> list[int]:

@@ -26,6 +26,8 @@ class Phase(IntEnum):
 
 
 _DECODE = int(Phase.DECODE)
+NUM_STOP_IDS = 8
+"""Stop ids of a slot that end its answer on the ranks; behind others the runtime does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class SlotSampling:
     num_prompt_tokens: int = 0
     """Where the answer begins; the slot may be opened with a part of it."""
     min_tokens: int = 0
-    """Until so many are answered, `late_ids` may not come."""
+    """Until so many are answered, `stop_ids` may not come."""
     logprobs: int = -1
     """Log-probabilities of its tokens, each with so many likeliest ids; -1: none."""
     prompt_logprobs: int = -1
@@ -58,9 +60,12 @@ class SlotSampling:
     """1: a checksum of the logits that each of its tokens comes from (ops/checksum.py)."""
     rejects: int = 0
     """1: it is drawn, and its drafts are judged by rejection sampling (workers/speculator.py)."""
+    max_length: int = 1 << 40
+    """Tokens, those of the prompt included, with which it ends at the latest."""
     bias: tuple[tuple[int, float], ...] = ()
     """Token ids, each once, and what is added to their logits."""
-    late_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that it ends with, each once; those that are likeliest to come first."""
 
     @property
     def is_greedy(self) -> bool:
@@ -76,6 +81,15 @@ class SlotSampling:
         return penalties != (1.0, 0.0, 0.0)
 
     @property
+    def known_stop_ids(self) -> tuple[int, ...]:
+        """Those that a device knows, NUM_STOP_IDS: -1 where there are fewer."""
+        return (*self.stop_ids, *[-1] * NUM_STOP_IDS)[:NUM_STOP_IDS]
+
+    @property
+    def late_ids(self) -> tuple[int, ...]:
+        return self.stop_ids if self.min_tokens else ()
+
+    @property
     def is_biased(self) -> bool:
         return bool(self.bias or self.late_ids)
 
@@ -89,20 +103,12 @@ class SlotSampling:
         """Whether logits, temperature and seed give the token: nothing is done to them before."""
         return self.is_plain or not (self.is_filtered or self.is_penalized or self.is_biased)
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs >= 0 or self.prompt_logprobs >= 0
 
-    @property
-    def wants_more_than_tokens(self) -> bool:
-        return self.wants_logprobs or self.checksums > 0
-
-
-_SCALARS = tuple(item.name for item in fields(SlotSampling))[:14]
-_NUMBERS = struct.Struct("<6d10q")
-"""The scalar fields of a SlotSampling in their order, then how many biases and late ids follow."""
+_SCALARS = tuple(item.name for item in fields(SlotSampling))[:15]
+_NUMBERS = struct.Struct("<6d11q")
+"""The scalar fields of a SlotSampling in their order, then how many biases and stop ids follow."""
 _BIAS = struct.Struct("<qd")
-_LATE_ID = struct.Struct("<q")
+_STOP_ID = struct.Struct("<q")
 
 
 def pack_sampling(slots: Iterable[SlotSampling]) -> array[int]:
@@ -110,11 +116,11 @@ def pack_sampling(slots: Iterable[SlotSampling]) -> array[int]:
     raw = bytearray()
     for slot in slots:
         numbers = [getattr(slot, name) for name in _SCALARS]
-        raw += _NUMBERS.pack(*numbers, len(slot.bias), len(slot.late_ids))
+        raw += _NUMBERS.pack(*numbers, len(slot.bias), len(slot.stop_ids))
         for token_id, bias in slot.bias:
             raw += _BIAS.pack(token_id, bias)
-        for token_id in slot.late_ids:
-            raw += _LATE_ID.pack(token_id)
+        for token_id in slot.stop_ids:
+            raw += _STOP_ID.pack(token_id)
     return array("q", struct.unpack(f"<{len(raw) // 8}q", raw))
 
 
@@ -123,15 +129,15 @@ def unpack_sampling(packed: array[int]) -> list[SlotSampling]:
     raw = struct.pack(f"<{len(packed)}q", *packed)
     slots, at = [], 0
     while at < len(raw):
-        *numbers, num_biases, num_late = _NUMBERS.unpack_from(raw, at)
+        *numbers, num_biases, num_stops = _NUMBERS.unpack_from(raw, at)
         biases = at + _NUMBERS.size
-        late = biases + num_biases * _BIAS.size
-        at = late + num_late * _LATE_ID.size
+        stops = biases + num_biases * _BIAS.size
+        at = stops + num_stops * _STOP_ID.size
         slots.append(
             SlotSampling(
                 **dict(zip(_SCALARS, numbers, strict=True)),
-                bias=tuple(_BIAS.iter_unpack(raw[biases:late])),
-                late_ids=tuple(token_id for (token_id,) in _LATE_ID.iter_unpack(raw[late:at])),
+                bias=tuple(_BIAS.iter_unpack(raw[biases:stops])),
+                stop_ids=tuple(token_id for (token_id,) in _STOP_ID.iter_unpack(raw[stops:at])),
             )
         )
     return slots
@@ -161,9 +167,10 @@ class Rows:
     """The rows of one step in batch order, one entry per row in each array.
 
     Row i computes the tokens at positions [start, start + count) of the request in slot `slot`.
-    A DECODE row may propose up to `drafts[i]` tokens behind its own and answers 1 to drafts + 1;
-    an empty `drafts` means none. Its `start` is where its slot's newest token is, or, where drafts
-    of the slot were still in flight when it was planned, the least it can be: the ranks know.
+    A DECODE row may propose up to `drafts[i]` tokens behind its own and answers 1 to drafts + 1, or
+    none behind the end of its answer; an empty `drafts` means no drafts. Its `start` is where its
+    slot's newest token is, or, where drafts of the slot were still in flight when it was planned,
+    the least it can be: the ranks know.
     """
 
     slot: array[int] = field(default_factory=int32s)
@@ -189,7 +196,7 @@ class StepPlan:
     next block of slot `block_slot[i]`. An opened slot starts with no blocks, so re-opening a slot
     is what frees it on the worker. The first `num_shared[i]` blocks of slot `open_slot[i]` keep
     what they hold, the computed KV of its first tokens; every other block is handed out cleared.
-    `open_sampling` holds `pack_sampling` of the opened slots; empty, they are all plain.
+    `open_sampling` holds `pack_sampling` of the opened slots; empty: all are plain, and none ends.
 
     Recurrent states, empty where the model has none: slot `open_slot[i]` gets state
     `open_state[i]`, a copy of snapshot `open_restore[i]`, or empty where that is 0. The state of
@@ -197,7 +204,7 @@ class StepPlan:
     is copied to snapshot `save_state[i]`; the length is a multiple of the block size.
 
     A plan may come before the results of earlier ones are out. A slot whose answer has ended in
-    one of them may still have a row: it writes to the slot's own blocks, and nobody reads it.
+    one of them may still have a row: it answers no token, and nothing of the slot is changed.
     """
 
     step: int
@@ -306,9 +313,9 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The i-th row of the step that samples (phase PROMPT or DECODE) has `counts[i]` of `tokens`.
+    """The i-th row of the step that samples (phase PROMPT or DECODE) has `counts[i]` of `tokens`:
+    none if its answer had ended in an earlier step. Empty `counts` mean one token each.
 
-    Empty `counts` mean one token each.
     `logprobs` is there if any was asked for: `logprob_width` items for each token, in row order.
     First come the prompt tokens that the rows' positions predict, then the tokens of `tokens`.
     `checksums` likewise, one for each token of `tokens` that it was asked for, in row order.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from unisono.ops.comm import Group
 from unisono.ops.table import Ops
 from unisono.workers.protocol import int64s
 from unisono.workers.sampling_state import SamplingRows
+from unisono.workers.slot_table import SlotTable
 
 
 class Sampler:
@@ -29,44 +30,49 @@ class Sampler:
         vocab_size = partition.config.vocab_size
         self._num_ids = min(num_token_ids or vocab_size, vocab_size)
 
-    def choose(self, logits: Tensor, rows: SamplingRows | None) -> tuple[Tensor, Tensor]:
-        """logits [S, this rank's rows] fp32 -> token ids [S] int64, and whether a row's logits
-        hold a NaN on any rank [S] bool. `rows` None: all are plain. Waits for nothing."""
+    def keys(self, logits: Tensor, rows: SamplingRows | None) -> Tensor:
+        """logits [S, this rank's rows] fp32 -> keys [S] that name the token of each row, or a NaN
+        that its logits hold on any rank. `rows` None: all are plain. Waits for nothing."""
         keys = self._keys(logits) if rows is None else self._adjusted_keys(logits, rows)
-        return self._ops.unpack_keys(self._group.max(keys))
+        return self._group.max(keys)
 
-    def sample(self, logits: Tensor, rows: SamplingRows | None = None) -> Tensor:
-        """The token ids of `choose`; waits for them.
+    def choose(self, logits: Tensor, rows: SamplingRows | None) -> tuple[Tensor, Tensor]:
+        """What `keys` name: token ids [S] int64, and whether a row has a NaN [S] bool."""
+        return self._ops.unpack_keys(self.keys(logits, rows))
 
-        Raises FloatingPointError if a row's logits hold a NaN.
+    def append(self, keys: Tensor, slots: Tensor, table: SlotTable) -> Tensor:
+        """Give slots [S] the tokens that keys [S] name; return the answers, as `settle_drafts`.
+
+        The recurrent states hold all that is before these tokens.
         """
-        token_ids, is_nan = self.choose(logits, rows)
-        refuse_nan(is_nan.tolist())
-        return token_ids
+        none = torch.zeros_like(slots)
+        return self._ops.settle_drafts(keys, slots, none, table.tensors, 1).answers
 
     def judge(
         self, logits: Tensor, draft_logits: Tensor, drafted: Tensor, rows: SamplingRows
     ) -> Tensor:
-        """The token [n] int64 of each place whose draft, drafted [n] int64, was drawn from
-        draft_logits and may be rejected: the draft, or what takes its place.
+        """Keys [n] that name the token of each place whose draft, drafted [n] int64, was drawn from
+        draft_logits and may be rejected: the draft, or what takes its place; or a NaN.
 
         logits and draft_logits [n, this rank's rows] fp32 are as they come; `rows` says how each
-        place is drawn. The places are brought whole to every rank, so that all judge alike. Raises
-        FloatingPointError if logits of a place hold a NaN.
+        place is drawn. The places are brought whole to every rank, so that all judge alike. Waits
+        for nothing.
         """
-        left = self._ops.judge_drafts(
-            self._drawable(logits, rows),
-            self._drawable(draft_logits, rows),
-            drafted,
-            rows.temperature,
-            self._ops.chance(rows.seeds, rows.positions),
-        )
-        as_it_is = torch.ones_like(rows.temperature)
-        draws = (as_it_is, rows.seeds.contiguous(), rows.positions, 0, self._num_ids)
-        keys = self._group.max(self._ops.noisy_argmax_keys(left, *draws))
-        token_ids, is_nan = self._ops.unpack_keys(keys)
-        refuse_nan(is_nan.tolist())
-        return token_ids
+        model, draft = (self._drawable(each, rows) for each in (logits, draft_logits))
+        return self._judged(model, draft, drafted, rows.temperature, rows.seeds, rows.positions)
+
+    def judge_as_it_is(
+        self,
+        logits: Tensor,
+        draft_logits: Tensor,
+        drafted: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        """`judge` of places that need logits and noise only; temperature, seeds, positions [n]."""
+        model, draft = self._whole(logits), self._whole(draft_logits)
+        return self._judged(model, draft, drafted, temperature, seeds, positions)
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
         """logits [R, this rank's rows] fp32, token_ids [R] int64 -> [R, logprob_width] int32.
@@ -156,6 +162,21 @@ class Sampler:
             whole = whole.index_copy(0, at, self._filtered(whole[at], rows))
         return whole
 
+    def _judged(
+        self,
+        logits: Tensor,
+        draft_logits: Tensor,
+        drafted: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        """The same of whole rows of logits [n, vocabulary]."""
+        luck = self._ops.chance(seeds, positions)
+        left = self._ops.judge_drafts(logits, draft_logits, drafted, temperature, luck)
+        draws = (torch.ones_like(temperature), seeds.contiguous(), positions, 0, self._num_ids)
+        return self._group.max(self._ops.noisy_argmax_keys(left, *draws))
+
     def _whole(self, logits: Tensor) -> Tensor:
         return self._group.gather(logits, self._widths)[:, : self._num_ids]
 
@@ -165,12 +186,6 @@ class Sampler:
         return self._ops.filter_logits(
             whole, rows.temperature[at], rows.top_k[at], rows.top_p[at], rows.min_p[at]
         )
-
-
-def refuse_nan(is_nan: Iterable[bool]) -> None:
-    """Raise FloatingPointError that names the sampling rows whose logits held a NaN, if any did."""
-    if bad := [row for row, flag in enumerate(is_nan) if flag]:
-        raise FloatingPointError(f"the logits of sampling rows {bad} hold NaN")
 
 
 def _draws(rows: SamplingRows, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:

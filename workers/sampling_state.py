@@ -85,6 +85,10 @@ class SamplingState:
         kinds = (self._slots[slot] for slot in self._demanding.intersection(slots))
         return any(kind.logprobs >= 0 or kind.checksums for kind in kinds)
 
+    def checksum_rows(self, slots: Sequence[int]) -> list[int]:
+        """Those of the rows with these slots whose logits are to be summed up."""
+        return _where(self._slots[slot].checksums > 0 for slot in slots)
+
     def want_only_tokens(self, slots: Sequence[int]) -> bool:
         """Whether rows of these slots need logits and noise alone, and want tokens alone."""
         return self._demanding.isdisjoint(slots)
@@ -102,9 +106,14 @@ class SamplingState:
         has_drafts = plan.num_proposals > 0 or any(plan.rows.drafts)
         return has_drafts and self.reject(plan.rows.slot)
 
-    def draws(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Temperature [n] fp64, 0 for greedy ones, and seed [n] int64 of slots [n]."""
-        return self._reals[slots, 0], self._wholes[slots, 1]
+    def draws(self, slots: Tensor, *, drafting: bool = False) -> tuple[Tensor, Tensor]:
+        """Temperature [n] fp64, 0 for greedy ones, and seed [n] int64 of slots [n]. `drafting`:
+        what is drawn are drafts."""
+        return self._reals[slots, 0], self._wholes[slots, 4 if drafting else 1]
+
+    def rejecting(self, slots: Tensor) -> Tensor:
+        """Whether drafts of slots [n] are judged by rejection sampling, [n] bool."""
+        return self._wholes[slots, 1] != self._wholes[slots, 4]
 
     def rows(
         self,

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from unisono.ops.reference.draft_plan import Table
 from unisono.ops.transfer import upload_all
 from unisono.workers.config import BLOCK_SIZE
-from unisono.workers.protocol import SlotSampling, StepPlan, unpack_sampling
+from unisono.workers.protocol import NUM_STOP_IDS, SlotSampling, StepPlan, unpack_sampling
 from unisono.workers.sampling_state import SamplingState
 
 
@@ -21,21 +22,28 @@ class SlotTable:
     blocks] int64. lengths [slots] int64: tokens that a slot holds, so that a decode step needs no
     position from the host either. states [slots] int64: the recurrent state of each, 0 where the
     model has none. num_pending [slots] int64: the last tokens of each that its state has not taken
-    in. `sampling` says how the tokens of each slot are chosen.
+    in. limits [slots] and stop_ids [slots, NUM_STOP_IDS] int64: where the answer of each ends, as
+    `Table` says. `sampling` says how the tokens of each slot are chosen.
     """
 
     def __init__(
         self, num_slots: int, max_model_len: int, device: torch.device, num_drafts: int = 0
     ) -> None:
         self.max_model_len, self.num_drafts = max_model_len, num_drafts
-        blocks = -(-max_model_len // BLOCK_SIZE)
-        self.token_ids = torch.zeros(
-            (num_slots + 1, max_model_len + 1 + num_drafts), dtype=torch.int64, device=device
+
+        def numbers(*shape: int, value: int = 0) -> Tensor:
+            return torch.full((num_slots + 1, *shape), value, dtype=torch.int64, device=device)
+
+        self.token_ids = numbers(max_model_len + 1 + num_drafts)
+        self.block_table = numbers(-(-max_model_len // BLOCK_SIZE))
+        self.states, self.num_pending = numbers(), numbers()
+        self.lengths, self.limits = numbers(value=1), numbers(value=SlotSampling().max_length)
+        self.stop_ids = numbers(NUM_STOP_IDS, value=-1)
+        self.tensors = Table(
+            *(self.token_ids, self.lengths, self.block_table, self.num_pending, self.states),
+            *(self.limits, self.stop_ids),
         )
-        self.block_table = torch.zeros((num_slots + 1, blocks), dtype=torch.int64, device=device)
-        self.lengths = torch.ones(num_slots + 1, dtype=torch.int64, device=device)
-        self.states = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self.num_pending = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self._itself = torch.arange(num_slots + 1, device=device)
         self.sampling = SamplingState(num_slots, device)
         self.generation = 1
         self._num_blocks = [0] * (num_slots + 1)
@@ -48,10 +56,12 @@ class SlotTable:
         self.sampling.open(plan.open_slot, recipes)
         for slot in plan.open_slot:
             self._num_blocks[slot] = 0
-        opened, lengths, states, at, tokens, block_at, blocks = upload_all(
+        opened, lengths, limits, stop_ids, states, at, tokens, block_at, blocks = upload_all(
             self.token_ids.device,
             plan.open_slot,
             plan.open_length,
+            [recipe.max_length for recipe in recipes],
+            [token_id for recipe in recipes for token_id in recipe.known_stop_ids],
             plan.open_state,
             self._token_places(plan.open_slot, plan.open_length),
             plan.open_tokens,
@@ -59,22 +69,17 @@ class SlotTable:
             plan.block_id,
         )
         self.token_ids.view(-1)[at] = tokens
-        self.lengths[opened] = lengths
+        self.lengths[opened], self.limits[opened] = lengths, limits
+        self.stop_ids[opened] = stop_ids.view(-1, NUM_STOP_IDS)
         self.num_pending.index_fill_(0, opened, 0)
         self.block_table.index_fill_(0, opened, 0)
         if len(states):
             self.states[opened] = states
         self.block_table.view(-1)[block_at] = blocks
 
-    def checksum_rows(self, slots: Sequence[int]) -> list[int]:
-        """Those of the rows with these slots whose logits are to be summed up."""
-        return [row for row, slot in enumerate(slots) if self.sampling.of(slot).checksums]
-
-    def append(self, slots: Tensor, positions: Tensor, token_ids: Tensor) -> None:
-        """Write sampled tokens [n] at their positions [n]; states hold all that is before these."""
-        self.token_ids[slots, positions] = token_ids
-        self.lengths[slots] = positions + 1
-        self.num_pending.index_fill_(0, slots, 0)
+    def going_on(self) -> Tensor:
+        """[slots] int64: each slot itself, or slot 0 where its answer has ended."""
+        return self._itself.masked_fill(self.lengths >= self.limits, 0)
 
     def _token_places(self, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Where in `token_ids`, flattened, the tokens of these slots lie: lengths[i] of each."""

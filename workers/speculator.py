@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unisono.models.interface import LayerCache, Model
+from unisono.ops.reference.sampling import key_of_id
 from unisono.ops.table import Ops
 from unisono.ops.transfer import upload_all
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
@@ -40,14 +41,12 @@ def is_forced(share: float, slots: Tensor, positions: Tensor) -> Tensor:
 class Accepted:
     """What is left of a step's S sampled tokens once wrong drafts are gone. R rows."""
 
-    kept: Tensor
-    """[n] int64: which of the S are answers, in order."""
+    answers: Tensor
+    """[R, 1 + most] int64, as `settle_drafts` gives them."""
     last: Tensor
-    """[R] int64: which of the S is each row's last answer."""
+    """[R] int64: which of the S is each row's last answer; its first, if it has none."""
     counts: list[int]
-    """How many answers each row has."""
-    row_slots: list[int]
-    """[n] the slot of each."""
+    """How many answers each row has, as in `answers`."""
 
 
 class Speculator:
@@ -66,44 +65,48 @@ class Speculator:
         self._model, self._ops, self._forced = model, ops, forced
         self._slots, self._builder, self._sampler = slots, builder, sampler
         self._drafted_from: Tensor | None = None
-        """[slots, drafts, width], from the first draft on that may be rejected."""
 
-    def judged(self, inputs: StepInputs, logits: Tensor, token_ids: Tensor) -> Tensor:
-        """The tokens [S] that drafts are compared with: those sampled from logits [S, this rank's
-        rows]; of slots whose drafts may be rejected what rejection sampling gives; or, where one is
-        forced, the draft itself."""
-        token_ids = self._rejection_sampled(inputs, logits, token_ids)
+    def drafted_from(self, like: Tensor) -> Tensor:
+        """[slots, drafts, width]: the states, as `like` [n, width], that each slot's drafts were
+        made from, if these may be rejected. Taken by the first call, and kept where it is: graphs
+        read and write it."""
+        if self._drafted_from is None:
+            size = (len(self._slots.token_ids), self._slots.num_drafts, like.shape[1])
+            self._drafted_from = like.new_zeros(size)
+        return self._drafted_from
+
+    def judged(self, inputs: StepInputs, logits: Tensor, keys: Tensor) -> Tensor:
+        """Keys [S] of the tokens that drafts are compared with: those sampled from logits [S, this
+        rank's rows]; of slots whose drafts may be rejected what rejection sampling gives; or, where
+        one is forced, the draft itself."""
+        keys = self._rejection_sampled(inputs, logits, keys)
         if not self._forced:
-            return token_ids
+            return keys
         place = (inputs.sample_slots, inputs.sample_positions)
-        is_last = torch.zeros(len(token_ids), dtype=torch.bool)
+        is_last = torch.zeros(len(keys), dtype=torch.bool)
         is_last[torch.tensor(inputs.sizes).cumsum(0) - 1] = True
-        forced = is_forced(self._forced, *place) & ~is_last.to(token_ids.device)
-        return torch.where(forced, self._slots.token_ids[place], token_ids)
+        forced = is_forced(self._forced, *place) & ~is_last.to(keys.device)
+        return torch.where(forced, key_of_id(self._slots.token_ids[place]), keys)
 
-    def accept(self, inputs: StepInputs, token_ids: Tensor) -> Accepted:
-        """Append to each slot its tokens [S] up to the first behind a wrong draft, that included.
+    def accept(self, inputs: StepInputs, keys: Tensor) -> Accepted:
+        """Append to each slot the tokens that keys [S] name, up to the first that ends its answer
+        or is behind a wrong draft, that included.
 
         The recurrent states of rows with drafts do not hold these tokens yet: the slot table keeps
-        how many they have to take in. Waits for the device: how many tokens are answers is what the
-        shapes of all that follows are made of.
+        how many they have to take in. Waits for the device: how many tokens are answers, the host
+        must know to draft on.
         """
-        slots, device = self._slots, token_ids.device
         sizes = torch.tensor(inputs.sizes)
-        row_of = torch.arange(len(sizes)).repeat_interleave(sizes)
-        first, sizes, row_of = upload_all(device, sizes.cumsum(0) - sizes, sizes, row_of)
-        drafted = slots.token_ids[inputs.sample_slots, inputs.sample_positions]
-        counts = self._ops.accept_drafts(token_ids, drafted, first, sizes)
-        place = torch.arange(len(token_ids), device=device) - first[row_of]
-        kept = (place < counts[row_of]).nonzero().flatten()
-        slots.token_ids[inputs.sample_slots[kept], inputs.sample_positions[kept]] = token_ids[kept]
-        last = first + counts - 1
-        row_slots = inputs.sample_slots[first]
-        slots.lengths[row_slots] = inputs.sample_positions[last] + 1
-        slots.num_pending[row_slots] = torch.where(sizes > 1, counts, 0)
-        counted: list[int] = counts.tolist()
-        each = zip(inputs.row_slots, counted, strict=True)
-        return Accepted(kept, last, counted, [slot for slot, count in each for _ in range(count)])
+        width, first = max(inputs.sizes), sizes.cumsum(0) - sizes
+        before = (torch.arange(len(sizes)) * width - first).repeat_interleave(sizes)
+        at = torch.arange(len(keys)) + before
+        slots, at, first, drafts = upload_all(keys.device, inputs.row_slots, at, first, sizes - 1)
+        spread = keys.new_zeros(len(sizes) * width).index_copy_(0, at, keys)
+        table = self._slots.tensors
+        answers, _, last = self._ops.settle_drafts(spread, slots, drafts, table, width)
+        order = torch.arange(len(sizes), device=keys.device)
+        counts: list[int] = answers[:, 0].tolist()
+        return Accepted(answers, last - order * width + first, counts)
 
     def propose(
         self,
@@ -116,7 +119,8 @@ class Speculator:
         """Show the drafting layer the step's tokens, then draft for every row that sampled.
 
         hidden [T, width] is what the model made of them; `accepted` is None where no row had
-        drafts. Returns whether logits of a row's drafts held a NaN, [R] bool. Waits for nothing.
+        drafts. Nothing is drafted for answers that have ended. Returns whether logits of a row's
+        drafts held a NaN, [R] bool. Waits for nothing.
         The layer's keys and values lie at the position before the token that they are of, so at the
         end of a shared prefix there may be the pair of another continuation: that can only cost
         accepted drafts.
@@ -129,8 +133,9 @@ class Speculator:
         counts = [1] * len(inputs.row_slots)
         if accepted is not None:
             ends, row_slots, lengths = (each[accepted.last] for each in (ends, row_slots, lengths))
-            counts = accepted.counts
+            counts = [max(count, 1) for count in accepted.counts]
         lengths = lengths + 1
+        goes_on = slots.going_on()[row_slots] > 0
         known = [at + count for at, count in zip(inputs.row_positions, counts, strict=True)]
         has_nan = torch.zeros_like(lengths, dtype=torch.bool)
         state, farthest = drafting[ends], slots.max_model_len - 1
@@ -140,19 +145,20 @@ class Speculator:
                 inputs.row_slots, positions, slots.token_ids, drafting=True
             )
             if slots.sampling.reject(inputs.row_slots):
-                self._keep(state, row_slots, number)
+                self.drafted_from(state)[row_slots, number] = state
             logits = self._model.draft_logits(state)
             token_ids, is_nan = self._sampler.choose(logits, sampling)
-            has_nan |= is_nan
-            slots.token_ids[row_slots, positions] = token_ids
+            has_nan |= is_nan & goes_on
+            before = slots.token_ids[row_slots, positions]
+            slots.token_ids[row_slots, positions] = torch.where(goes_on, token_ids, before)
             if number + 1 < num_drafts:
                 at = [min(length + number - 1, farthest) for length in known]
                 batch = self._builder.one_each(inputs.row_slots, at, token_ids)
                 state = self._model.draft(token_ids, state, batch, cache)
         return has_nan
 
-    def _rejection_sampled(self, inputs: StepInputs, logits: Tensor, token_ids: Tensor) -> Tensor:
-        """token_ids [S], where drafts that may be rejected lie with their outcome."""
+    def _rejection_sampled(self, inputs: StepInputs, logits: Tensor, keys: Tensor) -> Tensor:
+        """keys [S], where drafts that may be rejected lie with their outcome."""
         table, first = self._slots, 0
         places: list[tuple[int, int, int]] = []
         for slot, size in zip(inputs.row_slots, inputs.sizes, strict=True):
@@ -169,12 +175,5 @@ class Speculator:
             draft_logits = self._model.draft_logits(self._drafted_from[slots, numbers])
             drafted = table.token_ids[slots, positions]
             outcome = self._sampler.judge(logits[at], draft_logits, drafted, rows)
-            token_ids = token_ids.index_copy(0, at, outcome)
-        return token_ids
-
-    def _keep(self, state: Tensor, slots: Tensor, number: int) -> None:
-        """Keep what draft `number` of slots [R] comes from, state [R, width]."""
-        if self._drafted_from is None:
-            size = (len(self._slots.token_ids), self._slots.num_drafts, state.shape[1])
-            self._drafted_from = state.new_zeros(size)
-        self._drafted_from[slots, number] = state
+            keys = keys.index_copy(0, at, outcome)
+        return keys

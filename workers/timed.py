@@ -7,7 +7,7 @@ the device's own time; reading them waits for nothing, since only those are read
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -124,7 +124,7 @@ class TimedOutput(LateOutput):
         return tokens
 
     @property
-    def counts(self) -> Sequence[int]:
+    def counts(self) -> list[int]:
         return self._output.counts
 
 

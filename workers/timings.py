@@ -30,7 +30,7 @@ TIMED_OPS = (
     "plan_delta",
     "route_experts",
     "experts",
-    "accept_drafts",
+    "settle_drafts",
     "judge_drafts",
     "argmax_keys",
     "noisy_argmax_keys",

@@ -281,6 +281,10 @@ class Worker:
         owners = (self._cache, self._states, slots, self._weights)
         owners_there = [owner for owner in owners if owner is not None]
         self._graphs = self.make_pool(self._device, self._group, owners_there, off)
+        kinds = {"is_hybrid": self._states is not None, "speculates": num_drafts > 0}
+        builder = BatchBuilder(ops, slots, shape, windows, **kinds)
+        own = (self._weights, ops, slots, builder, sampler, config.forced_acceptance)
+        speculator = Speculator(*own) if num_drafts else None
         decode = prompts = None
         if self._device.type == "cuda" and is_ours:
             rows, ids = config.max_requests, config.model.vocab_size * config.random_padding
@@ -289,16 +293,12 @@ class Worker:
             owned = (self._cache, slots, sampler, self._graphs, buffers, config.graph_buckets)
             where = (shape, windows, self._states)
             decode = (
-                DraftSteps(self._weights, *owned, *where, config.forced_acceptance)
+                DraftSteps(self._weights, *owned, *where, config.forced_acceptance, speculator)
                 if num_drafts
                 else DecodeSteps(self._weights, *owned, *where)
             )
             if not off:
                 used = (self._weights, self._cache, slots, self._graphs, config.graph_buckets)
                 prompts = PromptSteps(*used, *where, ids)
-        kinds = {"is_hybrid": self._states is not None, "speculates": num_drafts > 0}
-        builder = BatchBuilder(ops, slots, shape, windows, **kinds)
-        own = (self._weights, ops, slots, builder, sampler, config.forced_acceptance)
-        speculator = Speculator(*own) if num_drafts else None
         parts = (self._weights, self._cache, slots, builder, sampler, self._graphs)
         return ModelRunner(*parts, decode, self._tracer, self._states, speculator, prompts)

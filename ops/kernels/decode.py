@@ -1,18 +1,19 @@
 """The two ends of a decode step, out of the slot table and back into it, one kernel each.
 
 Between them nothing needs the host: `expand_rows` reads what a slot is at, `advance_rows` writes
-what became of it. Reference: `ops/reference/decode.py`.
+what became of it. A slot that holds as many tokens as it may has ended: its row is one of slot 0,
+which is scratch, and answers nothing. Reference: `ops/reference/decode.py`.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from unisono.ops.kernels.launch import blocks_of, launchable
 from unisono.ops.kernels.overlap import begin, overlap_options
+from unisono.ops.reference.draft_plan import Table
 
 _BLOCK = 128
 _ID_BITS = tl.constexpr(31)
@@ -22,9 +23,7 @@ _NAN_BITS = tl.constexpr(0x7FFF_FFFF)
 
 def expand_rows(
     slots: Tensor,
-    token_table: Tensor,
-    lengths: Tensor,
-    block_table: Tensor,
+    table: Table,
     page: int,
     num_splits: int,
     token_ids: Tensor,
@@ -34,23 +33,23 @@ def expand_rows(
 ) -> None:
     """Write the inputs of a step in which row i computes the newest token of slots[i].
 
-    slots [rows] int64; token_table [slots, length], lengths [slots] and block_table
-    [slots, blocks] int64. Out: token_ids, positions, slot_mapping [rows] int64, and records
-    [5, rows] int32 as `ops/kernels/attention.py` wants them, with `num_splits` partials a row.
+    slots [rows] int64. Out: token_ids, positions, slot_mapping [rows] int64, and records [5, rows]
+    int32 as `ops/kernels/attention.py` wants them, with `num_splits` partials a row.
     """
     rows = slots.shape[0]
     _expand_kernel[(blocks_of(rows, _BLOCK),)](
         slots,
-        token_table,
-        lengths,
-        block_table,
+        table.token_ids,
+        table.lengths,
+        table.limits,
+        table.block_table,
         token_ids,
         positions,
         slot_mapping,
         records,
         rows,
-        token_table.stride(0),
-        block_table.stride(0),
+        table.token_ids.stride(0),
+        table.block_table.stride(0),
         num_splits,
         PAGE=page,
         BLOCK=_BLOCK,
@@ -58,26 +57,26 @@ def expand_rows(
     )
 
 
-def advance_rows(keys: Tensor, slots: Tensor, token_table: Tensor, lengths: Tensor) -> Tensor:
-    """Give slots[i] the token that keys[i] names; return the tokens [rows] int64.
-
-    keys [rows] int64 as `argmax_keys` makes them. Slot 0 is scratch and stays as it is. A row
-    whose winning logit was NaN gives -1.
-    """
+def advance_rows(keys: Tensor, slots: Tensor, table: Table) -> Tensor:
+    """Give slots[i] the token that keys[i] names; return how many each row answers and the token,
+    [rows, 2] int64: `settle_drafts` where there are no drafts, and nothing is ever pending."""
     rows = slots.shape[0]
-    out = torch.empty_like(slots)
+    answers = slots.new_empty((rows, 2))
     _advance_kernel[(blocks_of(rows, _BLOCK),)](
         keys,
         slots,
-        token_table,
-        lengths,
-        out,
+        table.token_ids,
+        table.lengths,
+        table.limits,
+        table.stop_ids,
+        answers,
         rows,
-        token_table.stride(0),
+        table.token_ids.stride(0),
+        STOPS=table.stop_ids.shape[1],
         BLOCK=_BLOCK,
         **overlap_options(slots.device),
     )
-    return out
+    return answers
 
 
 @launchable
@@ -86,6 +85,7 @@ def _expand_kernel(
     slots_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
+    limits_ptr: tl.tensor,
     blocks_ptr: tl.tensor,
     out_tokens_ptr: tl.tensor,
     out_positions_ptr: tl.tensor,
@@ -103,7 +103,9 @@ def _expand_kernel(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < num_rows
     slot = tl.load(slots_ptr + row, mask=is_row, other=0)
-    position = tl.load(lengths_ptr + slot, mask=is_row, other=1) - 1
+    length = tl.load(lengths_ptr + slot, mask=is_row, other=1)
+    goes_on = length < tl.load(limits_ptr + slot, mask=is_row, other=2)
+    slot, position = tl.where(goes_on, slot, 0), tl.where(goes_on, length - 1, 0)
     token = tl.load(tokens_ptr + slot * tokens_stride + position, mask=is_row, other=0)
     block = tl.load(blocks_ptr + slot * blocks_stride + position // PAGE, mask=is_row, other=0)
     tl.store(out_tokens_ptr + row, token, mask=is_row)
@@ -123,9 +125,12 @@ def _advance_kernel(
     slots_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
-    out_ptr: tl.tensor,
+    limits_ptr: tl.tensor,
+    stops_ptr: tl.tensor,
+    answers_ptr: tl.tensor,
     num_rows: tl.tensor,
     tokens_stride: tl.tensor,
+    STOPS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
@@ -135,9 +140,17 @@ def _advance_kernel(
     key = tl.load(keys_ptr + row, mask=is_row, other=0)
     slot = tl.load(slots_ptr + row, mask=is_row, other=0)
     token = _ID_MASK - (key & _ID_MASK)
-    is_live = is_row & (slot != 0)
-    length = tl.load(lengths_ptr + slot, mask=is_live, other=0)
+    length = tl.load(lengths_ptr + slot, mask=is_row, other=1)
+    goes_on = length < tl.load(limits_ptr + slot, mask=is_row, other=2)
+    is_live = is_row & goes_on & (slot != 0)
+    is_stop = is_live & (slot < 0)  # none
+    for number in tl.static_range(STOPS):
+        stop = tl.load(stops_ptr + slot * STOPS + number, mask=is_live, other=-1)
+        is_stop = is_stop | (is_live & (token == stop))
     tl.store(tokens_ptr + slot * tokens_stride + length, token, mask=is_live)
     tl.store(lengths_ptr + slot, length + 1, mask=is_live)
+    tl.store(limits_ptr + slot, length + 1, mask=is_stop)
     is_nan = (key >> _ID_BITS) == _NAN_BITS
-    tl.store(out_ptr + row, tl.where(is_nan, -1, token), mask=is_row)
+    count = tl.where(goes_on, tl.where(is_nan, -1, 1), 0)
+    tl.store(answers_ptr + row * 2, count.to(tl.int64), mask=is_row)
+    tl.store(answers_ptr + row * 2 + 1, token, mask=is_row)

@@ -4,7 +4,8 @@ Every row has `width` places in the step: its slot's newest token, then its draf
 neither computes nothing that counts: it reads token 0 at position 0 and writes its key and value to
 the last place of block 0, which is scratch. So do rows of slot 0, scratch too, while drafts are
 made: a request that has no block yet for its drafts has them in block 0, from the first place on.
-Nothing here needs the host. Reference: `ops/reference/draft_plan.py`.
+A slot that holds as many tokens as it may has ended: its row is one of slot 0 without drafts, which
+answers nothing. Nothing here needs the host. Reference: `ops/reference/draft_plan.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unisono.ops.kernels.launch import blocks_of, launchable
+from unisono.ops.reference.draft_plan import Settled, Table
 
 _BLOCK = 32
 """Rows of a program, which is one warp: a row is one thread's."""
@@ -24,21 +26,6 @@ _ID_BITS = tl.constexpr(31)
 _ID_MASK = tl.constexpr((1 << 31) - 1)
 _NAN_BITS = tl.constexpr(0x7FFF_FFFF)
 _VARYING = ["num_rows", "tokens_stride", "blocks_stride", "num_splits"]
-
-
-class Table(NamedTuple):
-    """The slot table, all int64."""
-
-    token_ids: Tensor
-    """[slots, length]: what a slot holds, and its drafts behind that."""
-    lengths: Tensor
-    """[slots]."""
-    block_table: Tensor
-    """[slots, blocks]."""
-    num_pending: Tensor
-    """[slots]: tokens that the recurrent state of each has yet to take in."""
-    states: Tensor
-    """[slots]: the number of that state."""
 
 
 class Places(NamedTuple):
@@ -52,18 +39,6 @@ class Places(NamedTuple):
     delta: Tensor
     """[6, rows] int32, as `ops/kernels/delta_plan.py` says."""
     states: Tensor  # [rows] int64
-
-
-class Settled(NamedTuple):
-    """What became of the drafts of a step."""
-
-    answers: Tensor
-    """[rows, 1 + width] int64: how many tokens the row answers, then these; the rest is not
-    written. -1 of them where a logit of the row was NaN."""
-    following: Tensor
-    """[rows * width] int64: the token behind each place, true or only drafted."""
-    last: Tensor
-    """[rows] int64: the place before the row's newest token."""
 
 
 def expand_drafts(
@@ -80,7 +55,9 @@ def expand_drafts(
     attention, delta = (like.new_empty((count, rows), dtype=torch.int32) for count in (5, 6))
     states = torch.empty_like(slots)
     _expand_kernel[(blocks_of(rows, _BLOCK),)](
-        *(slots, drafts, *table, token_ids, positions, slot_mapping, attention, delta, states),
+        *(slots, drafts, table.token_ids, table.lengths, table.limits, table.block_table),
+        *(table.num_pending, table.states),
+        *(token_ids, positions, slot_mapping, attention, delta, states),
         *(rows, table.token_ids.stride(0), table.block_table.stride(0), num_splits),
         WIDTH=width,
         PAGE=page,
@@ -91,18 +68,16 @@ def expand_drafts(
 
 
 def settle_drafts(keys: Tensor, slots: Tensor, drafts: Tensor, table: Table, width: int) -> Settled:
-    """Give each slot the tokens that `keys` name, up to the first behind a wrong draft, that
-    included; its lengths and what is pending follow.
-
-    keys [rows * width] int64 as `argmax_keys` makes them; the rest as in `expand_drafts`.
-    """
+    """As the reference, with a row a thread."""
     rows = slots.shape[0]
     answers = slots.new_empty((rows, 1 + width))
     following, last = slots.new_empty(rows * width), torch.empty_like(slots)
     _settle_kernel[(blocks_of(rows, _BLOCK),)](
         *(keys, slots, drafts, table.token_ids, table.lengths, table.num_pending),
+        *(table.limits, table.stop_ids),
         *(answers, following, last, rows, table.token_ids.stride(0)),
         WIDTH=width,
+        STOPS=table.stop_ids.shape[1],
         BLOCK=_BLOCK,
         num_warps=1,
     )
@@ -122,14 +97,14 @@ def place_drafts(
     """Write draft `number` of each slot, from 0 on, behind what it holds; return the step, of one
     place a row, that drafts from it: at the position before it, `farthest` at the most.
 
-    keys, slots [rows] int64. A row whose winning logit was NaN has -1 `answers` from now on. Of the
-    result, `delta` and `states` are empty.
+    keys, slots [rows] int64. A row whose winning logit was NaN has -1 `answers` from now on, unless
+    its slot has ended: nothing is drafted for those. Of the result, `delta` and `states` are empty.
     """
     rows = slots.shape[0]
     token_ids, positions, slot_mapping = (torch.empty_like(slots) for _ in range(3))
     attention = slots.new_empty((5, rows), dtype=torch.int32)
     _place_kernel[(blocks_of(rows, _BLOCK),)](
-        *(keys, slots, table.token_ids, table.lengths, table.block_table),
+        *(keys, slots, table.token_ids, table.lengths, table.limits, table.block_table),
         *(token_ids, positions, slot_mapping, attention, answers),
         *(rows, table.token_ids.stride(0), table.block_table.stride(0), num_splits),
         *(number, farthest, answers.stride(0)),
@@ -141,14 +116,6 @@ def place_drafts(
     return Places(token_ids, positions, slot_mapping, attention, nothing, nothing)
 
 
-def key_of_id(token_ids: Tensor) -> Tensor:
-    """Keys, as `argmax_keys` makes them, that name token_ids [n] int64; of no logit in particular.
-
-    Nothing is asked of the device.
-    """
-    return _ID_MASK.value - token_ids
-
-
 @launchable
 @triton.jit(do_not_specialize=_VARYING)
 def _expand_kernel(
@@ -156,6 +123,7 @@ def _expand_kernel(
     drafts_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
+    limits_ptr: tl.tensor,
     blocks_ptr: tl.tensor,
     pending_ptr: tl.tensor,
     states_ptr: tl.tensor,
@@ -177,7 +145,10 @@ def _expand_kernel(
     is_row = row < num_rows
     slot = tl.load(slots_ptr + row, mask=is_row, other=0)
     drafts = tl.load(drafts_ptr + row, mask=is_row, other=0)
-    start = tl.load(lengths_ptr + slot, mask=is_row, other=1) - 1
+    length = tl.load(lengths_ptr + slot, mask=is_row, other=1)
+    goes_on = length < tl.load(limits_ptr + slot, mask=is_row, other=2)
+    slot, drafts = tl.where(goes_on, slot, 0), tl.where(goes_on, drafts, 0)
+    start = tl.where(goes_on, length - 1, 0)
     for place in tl.static_range(WIDTH):
         is_used = is_row & (place <= drafts)
         position = tl.where(is_used, start + place, 0)
@@ -215,12 +186,15 @@ def _settle_kernel(
     tokens_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     pending_ptr: tl.tensor,
+    limits_ptr: tl.tensor,
+    stops_ptr: tl.tensor,
     answers_ptr: tl.tensor,
     following_ptr: tl.tensor,
     last_ptr: tl.tensor,
     num_rows: tl.tensor,
     tokens_stride: tl.tensor,
     WIDTH: tl.constexpr,
+    STOPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -228,10 +202,22 @@ def _settle_kernel(
     slot = tl.load(slots_ptr + row, mask=is_row, other=0)
     drafts = tl.load(drafts_ptr + row, mask=is_row, other=0)
     length = tl.load(lengths_ptr + slot, mask=is_row, other=1)
+    limit = tl.load(limits_ptr + slot, mask=is_row, other=2)
+    goes_on = length < limit
+    slot, drafts = tl.where(goes_on, slot, 0), tl.where(goes_on, drafts, 0)
     is_live = is_row & (slot != 0)
-    is_right = is_row
-    has_nan = is_row & (slot < 0)  # none
-    count = drafts * 0
+    none = is_row & (slot < 0)
+    # Before anything is written: so each stop id is loaded once, not once for each place.
+    stop_at = drafts * 0 + WIDTH
+    for place in tl.static_range(WIDTH):
+        key = tl.load(keys_ptr + row * WIDTH + place, mask=is_row & (place <= drafts), other=0)
+        is_stop = none
+        for number in tl.static_range(STOPS):
+            stop = tl.load(stops_ptr + slot * STOPS + number, mask=is_row, other=-1)
+            is_stop = is_stop | (_ID_MASK - (key & _ID_MASK) == stop)
+        stop_at = tl.where(is_stop, tl.minimum(stop_at, place), stop_at)
+    final = tl.minimum(stop_at, limit - length - 1)
+    is_right, has_nan, count = is_row, none, drafts * 0
     for place in tl.static_range(WIDTH):
         is_used = is_row & (place <= drafts)
         key = tl.load(keys_ptr + row * WIDTH + place, mask=is_used, other=0)
@@ -247,10 +233,12 @@ def _settle_kernel(
         behind = tl.where(is_kept, token, drafted)
         tl.store(following_ptr + row * WIDTH + place, behind, mask=is_row)
         count += is_kept.to(tl.int64)
-        is_right = is_kept & (place < drafts) & (token == drafted)
-    tl.store(answers_ptr + row * (WIDTH + 1), tl.where(has_nan, -1, count), mask=is_row)
+        is_right = is_kept & (place < tl.minimum(drafts, final)) & (token == drafted)
+    answered = tl.where(goes_on, tl.where(has_nan, -1, count), 0)
+    tl.store(answers_ptr + row * (WIDTH + 1), answered, mask=is_row)
     tl.store(last_ptr + row, row * WIDTH + count - 1, mask=is_row)
     tl.store(lengths_ptr + slot, length + count, mask=is_live)
+    tl.store(limits_ptr + slot, length + count, mask=is_live & (stop_at < count))
     tl.store(pending_ptr + slot, tl.where(drafts > 0, count, 0), mask=is_live)
 
 
@@ -261,6 +249,7 @@ def _place_kernel(
     slots_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
+    limits_ptr: tl.tensor,
     blocks_ptr: tl.tensor,
     out_tokens_ptr: tl.tensor,
     out_positions_ptr: tl.tensor,
@@ -282,9 +271,11 @@ def _place_kernel(
     slot = tl.load(slots_ptr + row, mask=is_row, other=0)
     key = tl.load(keys_ptr + row, mask=is_row, other=0)
     token = _ID_MASK - (key & _ID_MASK)
-    is_nan = is_row & ((key >> _ID_BITS) == _NAN_BITS)
+    length = tl.load(lengths_ptr + slot, mask=is_row, other=1)
+    goes_on = length < tl.load(limits_ptr + slot, mask=is_row, other=2)
+    slot, behind = tl.where(goes_on, slot, 0), length + number
+    is_nan = is_row & goes_on & ((key >> _ID_BITS) == _NAN_BITS)
     tl.store(answers_ptr + row * answers_stride, row.to(tl.int64) * 0 - 1, mask=is_nan)
-    behind = tl.load(lengths_ptr + slot, mask=is_row, other=1) + number
     is_live = is_row & (slot != 0)
     tl.store(tokens_ptr + slot * tokens_stride + behind, token, mask=is_live)
     position = tl.where(is_live, tl.minimum(behind - 1, farthest), 0)

@@ -3,28 +3,18 @@
 import torch
 from torch import Tensor
 
-from unisono.ops.reference.sampling import unpack_keys
+from unisono.ops.reference.draft_plan import Table, expand_drafts, settle_drafts
 
 
-def expand_rows(
-    slots: Tensor, token_table: Tensor, lengths: Tensor, block_table: Tensor, page: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, positions and KV slots [rows] of the newest token of each of `slots` [rows].
-
-    token_table [slots, length], lengths [slots], block_table [slots, blocks], all int64.
-    """
-    positions = lengths[slots] - 1
-    block = block_table[slots, torch.div(positions, page, rounding_mode="floor")]
-    return token_table[slots, positions], positions, block * page + positions % page
+def expand_rows(slots: Tensor, table: Table, page: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, positions and KV slots [rows] of the newest token of each of `slots` [rows]; of
+    slot 0 where that has ended."""
+    places = expand_drafts(slots, torch.zeros_like(slots), table, 1, page)
+    token_ids, positions, slot_mapping = (each[:, 0] for each in places)
+    return token_ids, positions, slot_mapping
 
 
-def advance_rows(keys: Tensor, slots: Tensor, token_table: Tensor, lengths: Tensor) -> Tensor:
-    """Append the tokens that `keys` [rows] name to their slots; return them, -1 where NaN won.
-
-    Slot 0 is scratch and stays as it is.
-    """
-    token_ids, is_nan = unpack_keys(keys)
-    live = slots != 0
-    token_table[slots[live], lengths[slots[live]]] = token_ids[live]
-    lengths[slots[live]] += 1
-    return torch.where(is_nan, -1, token_ids)
+def advance_rows(keys: Tensor, slots: Tensor, table: Table) -> Tensor:
+    """Append the tokens that `keys` [rows] name to their slots; return how many each row answers
+    and the token, [rows, 2]."""
+    return settle_drafts(keys, slots, torch.zeros_like(slots), table, 1).answers

@@ -34,3 +34,8 @@ def argmax_keys(logits: Tensor, first_id: int, num_ids: int) -> Tensor:
 def unpack_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Token ids [rows] int64 and whether the winning logit was NaN [rows] bool."""
     return _ID_MASK - (keys & _ID_MASK), (keys >> _ID_BITS) == 0x7FFF_FFFF
+
+
+def key_of_id(token_ids: Tensor) -> Tensor:
+    """Keys that name token_ids [n] int64, of no logit in particular. Waits for nothing."""
+    return _ID_MASK - token_ids

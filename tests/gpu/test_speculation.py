@@ -24,6 +24,7 @@ from tests.tiny import DRAFTING, random_ids, write_checkpoint
 from unisono.launcher.model_source import resolve_model
 from unisono.launcher.tokenizer import Tokenizer
 from unisono.runtime.protocol import SamplingParams
+from unisono.workers.protocol import StepPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -104,6 +105,32 @@ def test_drafts_in_graphs_answer_as_eager_ones(
     assert reasons <= {"first run", "prompt tokens", "log-probabilities"}
 
 
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_answers_end_in_graphs(erring: tuple[Path, dict[str, Any]], num_drafts: int) -> None:
+    """Each token that a step answers is of an answer, and rows in vain answer none."""
+    path, options = erring
+    asked, arrivals = prompts(), [0, 0, 0, 2, 4, 6, 8]
+    plain = LocalEngine(path, **options)
+    ends = [each.token_ids[5 + number] for number, each in enumerate(plain.generate(asked, 24)[:4])]
+    want = plain.generate(asked, 24, arrivals, ends)
+    engine = LocalEngine(path, num_drafts=num_drafts, graphs=True, max_in_flight=3, **options)
+    step, counts = engine.step, list[int]()
+
+    def counted(plan: StepPlan) -> Any:
+        output, logits = step(plan)
+        counts.extend(output.counts or [1] * len(output.tokens))
+        return output, logits
+
+    engine.step = counted  # type: ignore[method-assign]
+    for _ in range(2):
+        counts.clear()
+        got = engine.generate(asked, 24, arrivals, ends)
+        assert [each.token_ids for each in got] == [each.token_ids for each in want]
+        assert sum(counts) == sum(len(each.token_ids) for each in want)
+        assert 0 in counts
+    assert engine.ranks[0].pool.num_replays > 10
+
+
 def test_graphs_with_drafts_are_captured_again_in_the_middle_of_answers(
     erring: tuple[Path, dict[str, Any]],
 ) -> None:
@@ -170,8 +197,8 @@ def test_a_talk_of_eight_thousand_tokens() -> None:
 def test_rejection_beside_graphs(
     erring: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the same luck as eager steps; who is promised an answer has it, and steps without a
-    draft that may be rejected are replayed."""
+    """With the same luck as eager steps; who is promised an answer has it. All is replayed, but for
+    rows with a filter and those beside them."""
     give_luck(monkeypatch, always_the_same)
     path, options = erring
     asked, arrivals = prompts(), [0, 0, 0, 2, 4, 6, 8]
@@ -189,13 +216,15 @@ def test_rejection_beside_graphs(
         for number, answer in enumerate(got):
             if number % 3 < 2:
                 assert answer.token_ids == want[number].token_ids, f"request {number}"
-    assert ("tail", "rejection sampling") in pool.eager_runs
-    counted = pool.eager_runs["tail", "rejection sampling"]
-    replayed.generate(asked, 24, arrivals, params=params[:2] * 3 + params[:1])
+    assert {reason for _, reason in pool.eager_runs} <= {"first run", "prompt tokens"}
     replays = pool.num_replays
-    replayed.generate(asked, 24, arrivals, params=params[:2] * 3 + params[:1])
-    assert pool.eager_runs["tail", "rejection sampling"] == counted
+    replayed.generate(asked, 24, arrivals, params=params)
     assert pool.num_replays > replays + 10
+    filtered = [*params[:-1], SamplingParams(temperature=0.8, top_k=50)]
+    theirs = eager.generate(asked, 24, arrivals, params=filtered)
+    got = replayed.generate(asked, 24, arrivals, params=filtered)
+    assert [each.token_ids for each in got] == [each.token_ids for each in theirs]
+    assert ("tail", "sampling") in pool.eager_runs
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,33 @@ def test_what_hangs_on_drafts_that_may_be_rejected_is_not_compared(tmp_path: Pat
     assert left > 1
 
 
+def test_a_row_behind_the_end_of_its_answer_is_not_compared(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """It answered nothing; the rows beside it are compared with their own tokens."""
+    engine = Recorded(checkpoint, **OPTIONS, max_in_flight=3)
+    engine.recorder = FlightRecorder()
+    whole = LocalEngine(checkpoint, **OPTIONS).generate(PROMPTS, 12, params=PARAMS)
+    ends = [whole[0].token_ids[4], whole[1].token_ids[6]]
+    engine.generate(PROMPTS, 12, arrivals=(0, 3, 5, 6), params=PARAMS, eos_token_ids=ends)
+    flight, in_vain = landed(engine, tmp_path / "f"), 0
+    for step in flight.steps:
+        [result] = step.results
+        if 0 not in result.counts:
+            continue
+        fresh = LocalEngine(checkpoint, **OPTIONS)
+        for plan in replay_plans(flight, step.plan.step):
+            tokens = int32s(fresh.step(plan)[0].tokens)
+        counts = iter(result.counts)
+        for row in compare(step.plan, step.results, tokens):
+            is_sampling = row.phase != "chunk"
+            count = next(counts) if is_sampling else 0
+            assert row.equal is (True if count else None)
+            assert len(row.recorded) == count
+            in_vain += is_sampling and not count
+    assert in_vain > 1
+
+
 def test_a_long_history_is_rebuilt_in_several_steps(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

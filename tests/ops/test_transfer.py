@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.waiting import waits_are_errors
-from unisono.ops.transfer import Result, upload, upload_all
+from unisono.ops.transfer import Answers, Result, upload, upload_all
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 INT32S = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9)
@@ -51,8 +51,34 @@ def test_a_result_is_what_the_numbers_were() -> None:
     result = Result(numbers[:3])
     numbers += 1
     assert result.is_ready()
-    assert (result.read(), list(result.counts)) == ([0, 1, 2], [])
+    assert result.read() == [0, 1, 2]
     assert Result(numbers[:0]).read() == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "counts"),
+    [
+        ([], [], []),
+        ([[1, 7], [1, 8]], [7, 8], []),
+        ([[1, 7], [0, 5], [1, 8]], [7, 8], [1, 0, 1]),
+        ([[1, 7, 5, 5], [3, 1, 2, 3], [0, 5, 5, 5]], [7, 1, 2, 3], [1, 3, 0]),
+        ([[1, 7, 5], [1, 8, 5]], [7, 8], [1, 1]),
+    ],
+)
+def test_answers_are_the_tokens_that_rows_have(
+    rows: list[list[int]], tokens: list[int], counts: list[int]
+) -> None:
+    """Counts are told where there may be others than one."""
+    numbers = torch.tensor(rows, dtype=torch.int64) if rows else torch.zeros(0, 2)
+    answers = Answers(numbers)
+    assert answers.is_ready()
+    assert (answers.read(), answers.counts) == (tokens, counts)
+
+
+def test_a_nan_among_answers_is_named_by_its_row() -> None:
+    answers = Answers(torch.tensor([[0, 4], [-1, 5], [1, 6], [-1, 7]]))
+    with pytest.raises(FloatingPointError, match=r"sampling rows \[1, 3\] hold NaN"):
+        answers.read()
 
 
 @pytest.mark.gpu

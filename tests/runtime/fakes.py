@@ -13,7 +13,7 @@ from unisono.runtime.protocol import Delta, SamplingParams, Tokens
 from unisono.runtime.request import Request
 from unisono.runtime.scheduler import Scheduler
 from unisono.workers.config import WorkerConfig
-from unisono.workers.protocol import Phase, StepPlan
+from unisono.workers.protocol import NUM_STOP_IDS, Phase, StepPlan, unpack_sampling
 
 MAX_LEN = 400
 VOCABULARY = 1000
@@ -30,7 +30,8 @@ class FakeWorker:
     Beside each token lies the hash of all up to it, as real KV depends on all before it. A state
     of a hybrid model is such a hash, too. Plans run when they are sent, whatever the scheduler
     knows of earlier results. A rejected draft leaves rubbish in its place. Every hash begins with
-    the `weights`.
+    the `weights`. An answer ends where its slot's recipe says so, within accepted drafts too, and a
+    row behind that does nothing; the device knows the first NUM_STOP_IDS of the stop ids.
     """
 
     def __init__(self, num_slots: int, num_states: int = 0, weights: int = 0) -> None:
@@ -45,10 +46,18 @@ class FakeWorker:
         self.states: dict[int, tuple[int, int]] = {}
         """Of each state slot: how many tokens it has seen, and their hash."""
         self.state_of = [0] * (num_slots + 1)
+        self.limits = [0] * (num_slots + 1)
+        self.stop_ids: list[tuple[int, ...]] = [()] * (num_slots + 1)
+        self.num_in_vain = 0
 
     def step(self, plan: StepPlan) -> list[int]:
-        """Run `plan`, which has no drafts; the tokens of its sampling rows."""
-        return self.run(plan, repeat(0))[0]
+        """Run `plan`, which has no drafts, and no row in vain; the tokens of its sampling rows."""
+        tokens, counts = self.run(plan, repeat(0))
+        assert 0 not in counts, "a row of an answer that has ended"
+        return tokens
+
+    def has_ended(self, slot: int) -> bool:
+        return len(self.tokens[slot]) >= self.limits[slot]
 
     def run(self, plan: StepPlan, accept: Iterator[int]) -> tuple[list[int], list[int]]:
         """Run `plan`; of each row's drafts `accept` says how many are right. Tokens and counts."""
@@ -59,6 +68,10 @@ class FakeWorker:
             self.tokens[slot] = list(plan.open_tokens[start : start + length])
             self.tables[slot] = []
             start += length
+        for slot, recipe in zip(plan.open_slot, unpack_sampling(plan.open_sampling), strict=True):
+            self.limits[slot] = recipe.max_length
+            self.stop_ids[slot] = recipe.stop_ids[:NUM_STOP_IDS]
+            assert not self.has_ended(slot), "an answer that has ended is opened again"
         for slot, block in zip(plan.block_slot, plan.block_id, strict=True):
             if len(self.tables[slot]) >= shared.get(slot, 0):
                 self._clear(block)
@@ -79,7 +92,8 @@ class FakeWorker:
             self._row(*row, accept, saves.get(row[0], (0, 0)))
             for row in zip(rows.slot, rows.start, rows.count, rows.phase, drafts, strict=True)
         ]
-        told = [answer for answer in answers if answer]
+        each = zip(answers, rows.phase, strict=True)
+        told = [answer for answer, phase in each if phase != Phase.CHUNK]
         return [token for answer in told for token in answer], [len(answer) for answer in told]
 
     def _row(
@@ -95,6 +109,10 @@ class FakeWorker:
         assert slot > 0
         assert count > 0
         tokens = self.tokens[slot]
+        if self.has_ended(slot):
+            assert phase == Phase.DECODE, "a prompt of what has ended"
+            self.num_in_vain += 1
+            return []
         if phase == Phase.DECODE:
             assert count == 1
             assert start <= len(tokens) - 1, "a row starts behind the newest token"
@@ -107,16 +125,26 @@ class FakeWorker:
         assert len(tokens) == start + count
         state = self._read(slot, start + count)
         tokens.append(state % VOCABULARY)
-        accepted = min(next(accept), drafts) if drafts else 0
-        for at in range(start + count, start + count + accepted):
+        right = min(next(accept), drafts) if drafts else 0
+        for at in range(start + count, start + count + right):
+            if self._end(slot):
+                break
             state = _hash(tokens[at : at + 1], state)
             tokens.append(state % VOCABULARY)
             self._write(slot, at)
             self._keep_state(slot, at, at + 1, (0, 0))
-        for at in range(start + count + accepted, start + count + drafts):
+        self._end(slot)
+        for at in range(len(tokens) - 1, start + count + drafts):
             assert self._is_unwritten(self._place(slot, at)), "a place is written twice"
             self.memory[self._place(slot, at)] = RUBBISH
         return tokens[start + count :]
+
+    def _end(self, slot: int) -> bool:
+        """End the answer of a slot if its newest token does; whether it has ended."""
+        tokens = self.tokens[slot]
+        if tokens[-1] in self.stop_ids[slot]:
+            self.limits[slot] = len(tokens)
+        return self.has_ended(slot)
 
     def _write(self, slot: int, at: int) -> None:
         place = self._place(slot, at)
@@ -260,12 +288,12 @@ def told(messages: Iterable[object], number: int) -> list[int]:
 def drain(plans: Scheduler, worker: FakeWorker) -> dict[int, list[int]]:
     """Run as the engine does until nothing is left; the tokens that came, by request."""
     answers: dict[int, list[int]] = {}
-    due: deque[list[int]] = deque()
+    due: deque[tuple[list[int], list[int]]] = deque()
     while plans.has_work:
         while (plan := plans.next_plan()) is not None:
             plans.audit()
-            due.append(worker.step(plan))
-        for news in plans.apply(due.popleft()):
+            due.append(worker.run(plan, repeat(0)))
+        for news in plans.apply(*due.popleft()):
             answers.setdefault(news.request.request_id, []).append(news.token_id)
         plans.audit()
     return answers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from dataclasses import replace
+from itertools import repeat
 from typing import Any, cast
 
 import pytest
@@ -43,22 +44,23 @@ class Ranks:
 
     def __init__(self) -> None:
         self.worker = FakeWorker(4)
-        self.due: deque[tuple[int, list[int]]] = deque()
+        self.due: deque[tuple[int, list[int], list[int]]] = deque()
         self.most_due = 0
         self.allocated = Allocate(num_blocks=64)
         self.is_shut = False
 
     def send(self, plan: StepPlan) -> None:
-        self.due.append((plan.step, self.worker.step(plan)))
+        self.due.append((plan.step, *self.worker.run(plan, repeat(0))))
         self.most_due = max(self.most_due, len(self.due))
 
     def receive(self, step: int) -> StepResult:
-        number, tokens = self.due.popleft()
+        number, tokens, counts = self.due.popleft()
         assert number == step
         return StepResult(
             rank=0,
             step=step,
             tokens=int32s(tokens),
+            counts=int32s(counts if 0 in counts else []),
             digest=0,
             seconds=0.0,
             num_replays=3 * step,

@@ -206,7 +206,7 @@ def test_every_truncation_and_every_flipped_byte_is_found(tmp_path: Path) -> Non
         (lambda text: b"[1]\n", "is not a flight of unisono"),
         (lambda text: b'{"format": "other"}\n', "is not a flight of unisono"),
         (
-            lambda text: text.replace(b'"version":2', b'"version":99', 1),
+            lambda text: text.replace(b'"version":3', b'"version":99', 1),
             f"is a flight of version 99, written by unisono 0.0.7; this one reads "
             f"version {VERSION}",
         ),

@@ -49,7 +49,8 @@ class LogprobWorker(FakeWorker):
                     prompts += record(at + 1, recipe.prompt_logprobs)
             if recipe.logprobs >= 0 and phase != Phase.CHUNK:
                 answers += record(start + count, recipe.logprobs)
-        if any(self.recipes[slot].wants_logprobs for slot in rows.slot):
+        kinds = [self.recipes[slot] for slot in rows.slot]
+        if any(kind.logprobs >= 0 or kind.prompt_logprobs >= 0 for kind in kinds):
             return tokens, prompts + answers
         return tokens, None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 from unisono.runtime.protocol import SamplingParams
 from unisono.runtime.request import Request
@@ -27,16 +28,11 @@ def seed_of(params: SamplingParams, prompt: tuple[int, ...] = (1, 2, 3)) -> int:
     return unpack_sampling(open_sampling([request(params, prompt)], [2]))[0].seed
 
 
-def test_a_greedy_step_opens_its_slots_without_a_word() -> None:
-    assert len(open_sampling([request(SamplingParams())] * 3, [2])) == 0
-    assert len(open_sampling([], [2])) == 0
-
-
 def test_every_parameter_arrives() -> None:
     greedy, drawn = unpack_sampling(open_sampling([request(SamplingParams()), request(DRAWN)], [2]))
-    assert greedy == SlotSampling(num_prompt_tokens=3)
-    assert drawn == SlotSampling(
-        temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=seed_of(DRAWN), num_prompt_tokens=3
+    assert greedy == SlotSampling(num_prompt_tokens=3, max_length=7, stop_ids=(2,))
+    assert drawn == replace(
+        greedy, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=seed_of(DRAWN)
     )
 
 
@@ -85,24 +81,28 @@ def test_penalties_biases_and_late_ids_arrive_for_greedy_answers_too() -> None:
         frequency_penalty=0.5,
         num_prompt_tokens=3,
         min_tokens=3,
+        max_length=7,
         bias=((7, -100.0), (1, 2.5)),
-        late_ids=(2, 4, 9),
+        stop_ids=(2, 4, 9),
     )
+    assert slot.late_ids == slot.stop_ids
 
 
 def test_only_what_would_end_the_answer_is_late() -> None:
     ignoring = SamplingParams(ignore_eos=True, min_tokens=2, stop_token_ids=(9,))
     [slot] = unpack_sampling(open_sampling([request(ignoring)], [2, 4]))
-    assert slot.late_ids == (9,)
-    assert len(open_sampling([request(SamplingParams(stop_token_ids=(9,)))], [2])) == 0
+    assert slot.late_ids == slot.stop_ids == (9,)
+    [slot] = unpack_sampling(open_sampling([request(SamplingParams(stop_token_ids=(9,)))], {4, 2}))
+    assert (slot.late_ids, slot.stop_ids) == ((), (2, 4, 9)), "the model's own come first"
+    assert not slot.is_biased
 
 
 def test_a_greedy_request_that_wants_log_probabilities_says_so() -> None:
     asked = [SamplingParams(logprobs=0), SamplingParams(prompt_logprobs=20), SamplingParams()]
     own, prompts, none = unpack_sampling(open_sampling([request(each) for each in asked], [2]))
-    assert (own.logprobs, own.prompt_logprobs, own.wants_logprobs) == (0, -1, True)
+    assert (own.logprobs, own.prompt_logprobs) == (0, -1)
     assert (prompts.logprobs, prompts.prompt_logprobs, prompts.num_prompt_tokens) == (-1, 20, 3)
-    assert not none.wants_logprobs
+    assert (none.logprobs, none.prompt_logprobs) == (-1, -1)
 
 
 def test_a_wish_for_checksums_arrives() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from itertools import accumulate
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.waiting import NumbersOfTheHost
 from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
@@ -62,16 +64,29 @@ def steps(draw: st.DrawFn) -> tuple[Rows, list[int], bool]:
     return made, lengths, speculates
 
 
-def built(rows: Rows, lengths: list[int], speculates: bool) -> tuple[StepInputs, SlotTable]:
+def built(
+    rows: Rows, lengths: list[int], speculates: bool, ended: Collection[int] = ()
+) -> tuple[StepInputs, SlotTable]:
     ops, table = dispatch.resolve(CPU, 8), table_of(lengths, MOST_DRAFTS * speculates)
+    for slot in ended:
+        table.limits[slot] = lengths[slot]
     builder = BatchBuilder(ops, table, AttentionShape(4, 2, 8), {0, 70}, speculates=speculates)
-    return builder.build(StepPlan(step=1, rows=rows)), table
+    with NumbersOfTheHost() as mode:
+        inputs = builder.build(StepPlan(step=1, rows=rows))
+    assert not mode.copied
+    return inputs, table
 
 
-@given(steps())
-def test_inputs_are_those_of_the_formula(step: tuple[Rows, list[int], bool]) -> None:
+@given(steps(), st.sets(st.integers(1, NUM_SLOTS)))
+def test_inputs_are_those_of_the_formula(
+    step: tuple[Rows, list[int], bool], ended: set[int]
+) -> None:
+    """Rows of answers that have ended compute their positions in scratch, at the last place of its
+    block."""
     rows, lengths, speculates = step
-    got, table = built(rows, lengths, speculates)
+    decoding = zip(rows.slot, rows.phase, strict=True)
+    ended &= {slot for slot, phase in decoding if phase == Phase.DECODE}
+    got, table = built(rows, lengths, speculates, ended)
     tokens: list[tuple[int, int]] = []
     samples: list[int] = []
     slots, first_positions, sizes = [], [], []
@@ -88,10 +103,14 @@ def test_inputs_are_those_of_the_formula(step: tuple[Rows, list[int], bool]) -> 
             first_positions.append(start + count - size + 1)
             sizes.append(size)
     assert (got.row_slots, got.row_positions, got.sizes) == (slots, first_positions, sizes)
-    assert got.slot_of_token.tolist() == [slot for slot, _ in tokens]
+    places = [(0 if slot in ended else slot, position) for slot, position in tokens]
+    assert got.slot_of_token.tolist() == [slot for slot, _ in places]
     assert got.batch.positions.tolist() == [position for _, position in tokens]
-    assert got.batch.token_ids.tolist() == [int(table.token_ids[at]) for at in tokens]
-    blocks = [int(table.block_table[slot, at // 64]) * 64 + at % 64 for slot, at in tokens]
+    assert got.batch.token_ids.tolist() == [int(table.token_ids[at]) for at in places]
+    blocks = [
+        int(table.block_table[slot, at // 64]) * 64 + (at % 64 if slot else 63)
+        for slot, at in places
+    ]
     assert got.batch.slot_mapping.tolist() == blocks
     assert got.logits_index.tolist() == samples
     assert got.sample_slots.tolist() == [tokens[at][0] for at in samples]
@@ -122,10 +141,22 @@ def test_a_step_of_one_token_each() -> None:
     builder = BatchBuilder(dispatch.resolve(CPU, 8), table, AttentionShape(4, 2, 8), {0})
     dice = random.Random(0)
     slots, positions = [3, 1, 6], [dice.randrange(LONGEST) for _ in range(3)]
-    batch = builder.one_each(slots, positions, torch.tensor([9, 8, 7]))
+    table.block_table[0] = 0
+    for ended in (0, 1):
+        table.limits[ended] = 1
+        check_one_each(builder, table, slots, positions)
+
+
+def check_one_each(
+    builder: BatchBuilder, table: SlotTable, slots: list[int], positions: list[int]
+) -> None:
+    token_ids = torch.tensor([9, 8, 7])
+    with NumbersOfTheHost() as mode:
+        batch = builder.one_each(slots, positions, token_ids)
+    assert not mode.copied
     assert (batch.token_ids.tolist(), batch.positions.tolist()) == ([9, 8, 7], positions)
     mapping = [
-        int(table.block_table[slot, at // 64]) * 64 + at % 64
+        int(table.block_table[slot, at // 64]) * 64 + at % 64 if table.limits[slot] > 1 else 63
         for slot, at in zip(slots, positions, strict=True)
     ]
     assert batch.slot_mapping.tolist() == mapping

@@ -22,7 +22,7 @@ from unisono.models.interface import Caches, ForwardBatch
 from unisono.ops.comm import solo_group
 from unisono.workers.config import WorkerConfig
 from unisono.workers.decode_steps import DecodeSteps, sized
-from unisono.workers.draft_steps import DraftSteps, Layout
+from unisono.workers.draft_steps import DraftSteps, Layout, Variant
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.profile_run import capture_graphs
 from unisono.workers.protocol import (
@@ -59,14 +59,14 @@ class Steps(DecodeSteps):
         assert self.serves(plan.rows)
         assert len(self.forward(plan.rows)) == len(plan.rows)
         [recipe] = unpack_sampling(plan.open_sampling) or [SlotSampling()]
-        assert len(self.tail(plan.rows, not recipe.is_plain).read()) == len(plan.rows)
+        assert len(self.tail(plan.rows, not recipe.is_plain)) == len(plan.rows)
 
     def _forward(self, height: int, num_splits: int) -> None:
         self._card.do(lambda: self.ran.update([(height, num_splits)]))
 
     def _tail(self, height: int, draws: bool) -> torch.Tensor:
         self._card.do(lambda: self.ran.update([(height,)]))
-        return torch.zeros(height, dtype=torch.int64)
+        return torch.ones((height, 2), dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +161,7 @@ class Drafting(DraftSteps):
         buffers: Any = SimpleNamespace(
             max_rows=MOST, num_drafts=drafts, give_slots=lambda *given: None, take_result=len
         )
-        slots: Any = SimpleNamespace(
-            token_ids=None, lengths=None, block_table=None, num_pending=None, states=None
-        )
+        slots: Any = SimpleNamespace(tensors=None)
         nothing: Any = None
         super().__init__(*(nothing, nothing, slots, nothing, pool, buffers, buckets, nothing, ()))
         self.ran: Counter[tuple[str, int]] = Counter()
@@ -172,9 +170,9 @@ class Drafting(DraftSteps):
     def _forward(self, layout: Layout) -> None:
         self._card.do(lambda: self.ran.update([("forward", layout.height * layout.width)]))
 
-    def _tail(self, layout: Layout, num_drafts: int, draws: bool) -> torch.Tensor:
+    def _tail(self, layout: Layout, variant: Variant) -> torch.Tensor:
         self._card.do(lambda: self.ran.update([("tail", layout.height * layout.width)]))
-        return torch.zeros(layout.height * (1 + layout.width))
+        return torch.zeros(layout.height, 1 + layout.width)
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 8])

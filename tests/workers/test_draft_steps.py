@@ -27,7 +27,7 @@ from tests.tiny import random_ids, write_checkpoint
 from unisono.ops.kernels import draft_plan
 from unisono.runtime.protocol import SamplingParams
 from unisono.runtime.speculation import DraftPolicy
-from unisono.workers import draft_steps
+from unisono.workers import draft_steps, speculator
 from unisono.workers.draft_steps import used_places, width_of
 from unisono.workers.protocol import Phase, Rows, StepPlan, int32s
 from unisono.workers.speculator import is_forced
@@ -105,8 +105,7 @@ class Both:
 
 def buffers_of(rank: Any) -> Iterator[Tensor]:
     """Caches, states and slot table, each with what it is of in the first dimension."""
-    slots = rank.runner._slots
-    yield from (*memory_of(rank), slots.token_ids, slots.lengths, slots.num_pending)
+    yield from (*memory_of(rank), *rank.runner._slots.tensors)
 
 
 def memory_of(rank: Any) -> Iterator[Tensor]:
@@ -114,7 +113,8 @@ def memory_of(rank: Any) -> Iterator[Tensor]:
         yield from (layer.k, layer.v)
     for state in rank.states.layers:
         yield from (state.conv, state.state)
-        yield from (getattr(state.pending, name) for name in state.pending.__slots__)
+        if state.pending is not None:
+            yield from (getattr(state.pending, name) for name in state.pending.__slots__)
 
 
 def same(got: Sequence[Answer], want: Sequence[Answer]) -> None:
@@ -201,6 +201,66 @@ def test_acceptance(right: str, tmp_path: Path) -> None:
             assert second == 0
 
 
+@pytest.mark.parametrize("num_drafts", range(9))
+def test_nothing_comes_from_behind_the_end_of_an_answer(num_drafts: int, tmp_path: Path) -> None:
+    """Stop ids within runs of right drafts, limits, prompts among rows of what has ended, and slots
+    that the next requests take: each token that ranks answer is of an answer, and rows in vain
+    change nothing that steps of the other kind do not."""
+    model = write_copying_mtp("qwen3-next", tmp_path)
+    asked = [[7], [12, 40], [9, 8, 100], random_ids(65, VOCABULARY, seed=1), [30], [50, 2]]
+    ends = [model.answer(tokens[-1], 3 + 2 * i)[-1] for i, tokens in enumerate(asked[:4])]
+    both = Both(tmp_path, num_drafts=num_drafts, max_in_flight=3, max_requests=3)
+    counts: list[list[int]] = []
+    _note_counts(both.bodies, counts)
+    for engine in (both.eager, both.bodies):
+        _check_rows_in_vain(engine)
+    params = [SamplingParams(max_tokens=12), *[SamplingParams()] * 4, SamplingParams(logprobs=1)]
+    how: dict[str, Any] = {"params": params, "arrivals": [0, 0, 0, 1, 3, 4]}
+    answers = both.generate(asked, max_tokens=12, eos_token_ids=ends, **how)
+    assert {answer.reason for answer in answers} == {"stop", "length"}
+    assert sum(map(sum, counts)) == sum(len(answer.token_ids) for answer in answers)
+    assert any(0 in each for each in counts), "rows in vain"
+
+
+def _check_rows_in_vain(engine: LocalEngine) -> None:
+    """What has ended keeps its tokens, keys and values, and its state, in steps that name it."""
+    [rank] = engine.ranks
+    step, table = engine.step, rank.runner._slots
+    assert rank.states is not None
+
+    def belongings(slots: list[int]) -> list[Tensor]:
+        blocks, states = table.block_table[slots].flatten().unique(), table.states[slots]
+        parts = [part[slots] for part in table.tensors if part is not table.block_table]
+        parts += [
+            part[blocks[blocks > 0]] for layer in rank.cache.layers for part in (layer.k, layer.v)
+        ]
+        return [*parts, *(part[:, states] for part in rank.states._tensors)]
+
+    def checked(plan: StepPlan) -> Any:
+        going_on = table.going_on().tolist()
+        ended = [slot for slot in plan.rows.slot if not going_on[slot]]
+        in_vain = sorted({*ended} - {*plan.open_slot} - {*plan.block_slot})
+        before = belongings(in_vain)
+        output = step(plan)
+        for number, (old, new) in enumerate(zip(before, belongings(in_vain), strict=True)):
+            assert_same_bits(f"part {number} of what has ended", new, old)
+        return output
+
+    engine.step = checked  # type: ignore[method-assign]
+
+
+def _note_counts(engine: LocalEngine, counts: list[list[int]]) -> None:
+    """How many tokens each row of each step answers."""
+    step = engine.step
+
+    def noted(plan: StepPlan) -> Any:
+        output, logits = step(plan)
+        counts.append([*output.counts] or [1] * len(output.tokens))
+        return output, logits
+
+    engine.step = noted  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize(("tp", "max_in_flight"), [(1, 1), (2, 3)])
 def test_ranks_and_steps_planned_ahead(
     erring: Path, tp: int, max_in_flight: int, monkeypatch: pytest.MonkeyPatch
@@ -257,23 +317,60 @@ def test_what_needs_the_host_is_counted(erring: Path, monkeypatch: pytest.Monkey
     assert both.reasons("forward") == {"replay", "prompt tokens"}
 
 
-def test_drafts_that_may_be_rejected_need_the_host_where_there_are_any(
+def test_drafts_that_may_be_rejected_are_judged_in_the_graph(
     erring: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps without such a request, or without drafts, are replayed; so is the model's part of the
-    others. Rejected or not: states and caches end as those of eager steps, byte for byte."""
+    """Beside drawn ones that have a seed, and greedy ones, with fewer drafts than others, none, or
+    made in steps with prompts or for a filter on the host: tokens, drafts, states and caches are
+    those of eager steps, byte for byte. Filters alone need the host."""
     give_luck(monkeypatch, always_the_same)
-    for script, whys in (((2,), {"rejection sampling"}), ((0,), set())):
-        both = Both(erring, num_drafts=2, accept="rejection", policy_of=scripted(*script))
+    monkeypatch.setattr(draft_steps, "PIECE_ROWS", 10)
+    monkeypatch.setattr(draft_steps, "PIECE_PLACES", 4)
+    monkeypatch.setattr(speculator, "PIECE_PLACES", 3)
+    free, seeded = SamplingParams(temperature=0.9), SamplingParams(temperature=0.9, seed=1)
+    hot, filtered = SamplingParams(temperature=2.0), SamplingParams(temperature=1.5, top_k=50)
+    for script, last, whys in (
+        ((3,), hot, set()),
+        ((3, 3, 1, 2, 0), seeded, set()),
+        ((3, 2), filtered, {"sampling"}),
+    ):
+        options = {"accept": "rejection", "policy_of": scripted(*script), "max_requests": 5}
+        both = Both(erring, num_drafts=3, **options)
         _count_as_replays(both, monkeypatch)
-        for params in (
-            [SamplingParams(), SamplingParams(temperature=0.9, seed=1)],
-            [SamplingParams(), SamplingParams(temperature=0.9)],
-        ):
-            assert both.reasons("tail") <= {"replay", "prompt tokens"}
-            both.generate(prompts((5, 9)), max_tokens=12, params=params)
+        params = [free, SamplingParams(), hot, seeded, free, last]
+        arrivals = [0, 0, 0, 1, 4, 6]
+        both.generate(prompts((5, 9, 63, 2, 1, 7)), max_tokens=14, params=params, arrivals=arrivals)
         assert both.reasons("tail") == {"replay", "prompt tokens", *whys}
         assert both.reasons("forward") == {"replay", "prompt tokens"}
+        rejecting = [sum(map(sum, counts)) for counts in zip(*_of(both, (0, 2, 4)), strict=True)]
+        assert 0 < rejecting[1] < rejecting[0]
+
+
+def _of(both: Both, requests: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """How many drafts of these requests were checked and right, by place."""
+    for number in requests:
+        yield both.bodies.drafted[number], both.bodies.accepted[number]
+
+
+def test_a_nan_in_what_drafts_were_made_from_is_reported(
+    erring: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the row whose draft it is, by graphs as by eager steps; not of rows that reject none."""
+    give_luck(monkeypatch, always_the_same)
+    params = [SamplingParams(temperature=0.9, seed=1), SamplingParams(temperature=0.9)]
+    for graphs in (False, True):
+        options = {"graphs": graphs, "num_drafts": 2, "accept": "rejection"}
+        engine = LocalEngine(erring, ops_of=with_device_plans, **options)
+        [rank] = engine.ranks
+        made = rank.runner._speculator.drafted_from
+
+        @torch.inference_mode()
+        def spoil(step: int, made: Any = made) -> None:
+            if step == 2:
+                made(torch.empty(1, 1)).fill_(float("nan"))
+
+        with pytest.raises(FloatingPointError, match=r"sampling rows \[1\] hold NaN"):
+            engine.generate(prompts((1, 9)), max_tokens=9, before_step=spoil, params=params)
 
 
 def _count_as_replays(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_what_belongs_to_others_keeps_its_bytes(name: str, num_drafts: int, tmp_
 def numbered(rank: Rank) -> list[Tensor]:
     """The slot table by slot, KV by block, states by state."""
     table = rank.runner._slots
-    slots = [table.token_ids, table.block_table, table.lengths, table.states, table.num_pending]
+    slots = [*table.tensors]
     blocks = [part for layer in rank.cache.layers for part in (layer.k, layer.v)]
     states = [] if rank.states is None else [x.transpose(0, 1) for x in rank.states._tensors]
     return [*slots, *blocks, *states]
@@ -145,7 +145,11 @@ def owned(rank: Rank, plan: StepPlan) -> list[set[int]]:
     blocks = {*table.block_table[[*slots]].flatten().tolist()}
     states = {*table.states[[*slots]].tolist(), *plan.save_state}
     num_parts = 0 if rank.states is None else len(rank.states._tensors)
-    return [*[slots] * 5, *[blocks] * 2 * len(rank.cache.layers), *[states] * num_parts]
+    return [
+        *[slots] * len(table.tensors),
+        *[blocks] * 2 * len(rank.cache.layers),
+        *[states] * num_parts,
+    ]
 
 
 def _locked(kernel: Callable[..., T], lock: threading.Lock) -> Callable[..., T]:

@@ -1,4 +1,4 @@
-"""Which drafts were right, and that rejection sampling leaves the odds as they are."""
+"""Rejection sampling leaves the odds as they are."""
 
 from __future__ import annotations
 
@@ -8,37 +8,17 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.chances import LIMIT, chi_square_deviation
+from tests.waiting import NumbersOfTheHost
 from unisono.ops.reference.filters import filter_logits
 from unisono.ops.reference.gumbel import chance, gumbel_noise
-from unisono.ops.reference.speculation import accept_drafts, judge_drafts
+from unisono.ops.reference.speculation import judge_drafts
 
-ROWS = st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1), min_size=1)
-"""Rows of (token, draft); of the last place of a row the draft is none."""
 NUM_IDS, NUM_DRAFTS, NUM_DRAWS = 6, 3, 20_000
 OTHER_STREAM = 1 << 62
 """Makes other seeds of seeds, for drafts."""
-
-
-@given(ROWS)
-def test_right_drafts_are_counted_up_to_the_first_wrong_one(
-    rows: list[list[tuple[int, int]]],
-) -> None:
-    sizes = [len(row) for row in rows]
-    first = [sum(sizes[:i]) for i in range(len(rows))]
-    tokens, drafted = (
-        torch.tensor([pair[side] for row in rows for pair in row]) for side in (0, 1)
-    )
-    counts = accept_drafts(tokens, drafted, torch.tensor(first), torch.tensor(sizes))
-    for row, count in zip(rows, counts.tolist(), strict=True):
-        leading = 0
-        while leading < len(row) - 1 and row[leading][0] == row[leading][1]:
-            leading += 1
-        assert count == 1 + leading
 
 
 def logits_of(seed: int, temperature: float, top_p: float) -> Tensor:
@@ -119,6 +99,20 @@ def test_a_draft_is_kept_by_its_share_and_else_what_is_in_excess_is_drawn() -> N
     assert judged([0.0, 0.5, 0.5], [0.5, 0.5, 0.0], 0, 1e-15).tolist() == [0, 0, 1]
     # The same but for rounding.
     assert judged(q, q, 2, 1 - 2**-53).tolist() == [0, 0, 1]
+
+
+def test_graphs_can_hold_it() -> None:
+    one = torch.ones(3, dtype=torch.float64)
+    seeds = torch.arange(3)
+    with NumbersOfTheHost() as mode:
+        luck = chance(seeds, seeds)
+        judge_drafts(torch.randn(3, 9), torch.randn(3, 9), seeds, one, luck)
+    assert not mode.asked
+    assert not mode.copied
+    with NumbersOfTheHost() as mode:
+        torch.where(one > 0, 0.0, one)
+        int(seeds[0])
+    assert (len(mode.copied), len(mode.asked)) == (1, 1), "what is looked for is seen"
 
 
 def test_nan_and_infinities_are_not_hidden() -> None:
