@@ -92,7 +92,8 @@ def test_lower_priority_goes_first(tmp_path: Path) -> None:
     )
     answers = json_lines(out)
     # The first holds the only place while the others come. Each time counts from the request's own
-    # arrival, so it says nothing of the first; of the others, who came later and ended earlier is less.
+    # arrival, so it says nothing of the first; of the others, who came later and ended earlier is
+    # less.
     ended = sorted((1, 2, 3), key=lambda index: answers[index]["timing"]["total_s"])
     assert ended == [3, 2, 1]
     assert len({tuple(answer["token_ids"]) for answer in answers}) == 1
