@@ -284,7 +284,8 @@ def _name_of(process: Any) -> str:
 
 def _only_deals_out(config: pytest.Config) -> bool:
     """Whether other processes collect the tests and run them: this one needs no torch."""
-    return config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
+    is_dealt = config.getoption("dist", "no") != "no" and not config.getoption("collectonly")
+    return is_dealt and not hasattr(config, "workerinput")
 
 
 def _cuda_is_there() -> bool:
