@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import os
 import random
@@ -24,6 +25,8 @@ LEAVE_GRACE_S = 5.0
 """Seconds that processes of a test have to end by themselves after it."""
 SESSION_MARK = "UNISONO_TEST_SESSION"
 """Environment variable by which children, grandchildren and orphans of this run are known."""
+SHORT = "models"
+"""Folder of tests in files that take a few seconds at the most."""
 _STATE = pytest.StashKey["_Session"]()
 _HAS_PSUTIL = importlib.util.find_spec("psutil") is not None
 
@@ -33,6 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_STATE] = _Session()
+    if _only_deals_out(config):
+        return
+    # Hundreds of thousands of objects are made until the tests are there, and stay to the end.
+    gc.disable()
     if not _cuda_is_there():
         # Read when a kernel is defined: without a GPU, Triton's interpreter runs it.
         os.environ["TRITON_INTERPRET"] = "1"
@@ -44,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()
     config.stash[_STATE].close()
 
 
@@ -52,10 +60,17 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files are dealt out in this order: with short ones last, nobody waits for a long one.
+    items.sort(key=lambda item: item.path.parent.name == SHORT)
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu and not _cuda_is_there():
         for item in needs_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -265,6 +280,12 @@ def _name_of(process: Any) -> str:
         return f"process {process.pid} ({' '.join(process.cmdline())[:120] or process.status()})"
     except psutil.Error:
         return f"process {process.pid} (zombie)"
+
+
+def _only_deals_out(config: pytest.Config) -> bool:
+    """Whether other processes collect the tests and run them: this one needs no torch."""
+    is_dealt = config.getoption("dist", "no") != "no" and not config.getoption("collectonly")
+    return is_dealt and not hasattr(config, "workerinput")
 
 
 def _cuda_is_there() -> bool:

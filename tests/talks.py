@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from tests.rig import LocalEngine
@@ -22,6 +23,7 @@ SAID = (
 """What the other side says, in turn."""
 
 
+@cache
 def said(turn: int) -> list[int]:
     return Tokenizer.load(resolve_model("tiny-mtp")).encode(SAID[turn % len(SAID)])
 

@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.paths import python_path
+from unisono.launcher import cli
 
 UNISONO = (sys.executable, "-m", "unisono")
 
@@ -54,6 +57,14 @@ def run(
         f"exit code {process.returncode}\n{out[-2000:]}\n{err[-4000:]}"
     )
     return out, err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that ends with code 2 before it starts a process, in this one; its stderr."""
+    code = cli.run([*arguments])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, ""), f"exit code {code}\n{out[-2000:]}\n{err[-4000:]}"
+    return err
 
 
 def json_lines(text: str) -> list[dict[str, Any]]:

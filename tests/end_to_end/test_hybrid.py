@@ -53,28 +53,17 @@ def test_a_crash_is_replayed_with_its_states(model: str, tmp_path: Path) -> None
     assert [row["equal"] for row in facts["rows"]] == [True, True], facts
 
 
-def test_drafts_change_the_speed_and_not_the_answer(tmp_path: Path) -> None:
-    """Seeded; the closing line tells how many were right, and a step with drafts is replayed
-    without them. On two ranks: tests/end_to_end/test_tiny_mtp.py."""
+def test_a_step_with_drafts_is_replayed_without_them(tmp_path: Path) -> None:
     path = tmp_path / "model"
     write_copying_mtp("qwen3.5", path, wrong=range(60, 120))
     byte_level_tokenizer().save(str(path / "tokenizer.json"))
-    asked = ("generate", str(path), "hello", "good day", "--raw", "--ignore-eos")
-    limits = ("--max-tokens", "30", "--max-model-len", "100", "--json")
-    drawn = ("--temperature", "0.7", "--seed", "5")
-    plain, _ = run(*asked, *limits, *drawn)
-    drafted, err = run(*asked, *limits, *drawn, "--speculate", "3")
-    answers = json_lines(drafted)
-    assert [a["digest"] for a in answers] == [a["digest"] for a in json_lines(plain)]
-    checked, right = (sum(a["drafts"][key][0] for a in answers) for key in ("checked", "right"))
-    assert 0 < right <= checked
-    assert f"tokens a step (drafts right: {100 * right / checked:.0f} %" in err
     source = """def planted(original, self, plan):
     if plan.step == 6: raise ValueError('planted in a step')
     return original(self, plan)"""
     env = plant(tmp_path, None, {"unisono.workers.model_runner:ModelRunner.step": source})
-    flights = ("--flight-dir", str(tmp_path / "flights"))
-    run(*asked, *limits[2:4], "--speculate", "3", *flights, env=env, code=1)
+    asked = ("generate", str(path), "hello", "good day", "--raw", "--ignore-eos")
+    limits = ("--max-model-len", "100", "--flight-dir", str(tmp_path / "flights"))
+    run(*asked, *limits, "--speculate", "3", env=env, code=1)
     [file] = (tmp_path / "flights").iterdir()
     out, _ = run("replay", str(file), "--json", "--step", "5")
     [facts] = json_lines(out)

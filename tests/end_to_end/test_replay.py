@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.command import json_lines, plant, run
+from tests.end_to_end.command import json_lines, plant, refused, run
 from tests.tiny_tokenizers import long_model
 from unisono.launcher.flight_file import read_flight
 
@@ -54,23 +54,30 @@ def replay(
     return facts
 
 
-def test_a_rank_that_raises_leaves_a_flight_that_shows_it_again(model: str, tmp_path: Path) -> None:
+def test_a_rank_that_raises_leaves_a_flight_that_shows_it_again(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it raised, and not what its peer saw of it."""
     env = plant(tmp_path, 1, {STEP: RAISES})
     facts, file = crash(model, tmp_path, env, "--tp", "2")
-    assert (facts["rank"], facts["step"], facts["error"]) == (1, 7, "ValueError")
+    fault = "rank 1 failed in phase 'step' (step 7): ValueError: planted in a step"
+    assert facts == {
+        "error": "ValueError",
+        "message": f"{fault}; to run the step again: unisono replay {file}",
+        "exit_code": 1,
+        "rank": 1,
+        "phase": "step",
+        "step": 7,
+        "flight": str(file),
+    }
     again = replay(file, env=env, code=1)
-    assert again["step"] == 7
-    assert again["fault"] == "rank 1 failed in phase 'step' (step 7): ValueError: planted in a step"
+    assert (again["step"], again["fault"]) == (7, fault)
     assert [row["replayed"] for row in again["rows"]] == [None, None]
     healthy = replay(file, "--tp", "1")
     assert healthy["fault"] == ""
     assert [row["recorded"] for row in healthy["rows"]] == [[], []]
-    out, err = run("replay", str(file), "--step", "6", "--tp", "1")
-    assert out.splitlines()[0].split()[-3:] == ["recorded", "replayed", "equal"]
-    assert err.strip().splitlines()[-1] == "unisono: step 6: 0 of 2 tokens differ"
     for options in (("--step", "8"), ("--tp", "50")):
-        _, err = run("replay", str(file), *options, code=2)
-        assert len(err.strip().splitlines()) == 1
+        assert len(refused(capsys, "replay", str(file), *options).splitlines()) == 1
 
 
 def test_a_wrong_token_of_every_rank_is_found(model: str, tmp_path: Path) -> None:
@@ -95,7 +102,9 @@ def planted(original, self, plan):
     return StepOutput([token ^ (plan.step == 3) for token in output.tokens], None)"""
     facts, file = crash(model, tmp_path, plant(tmp_path, 1, {STEP: source}), "--tp", "2")
     assert (facts["error"], facts["step"]) == ("Diverged", 3)
-    found = replay(file, code=1)
+    fault = "rank 1 failed in phase 'step' (step 3): Diverged: other tokens than rank 0; "
+    assert facts["message"].startswith(fault)
+    found = replay(file, "--tp", "1", code=1)
     assert found["step"] == 3
     for row in found["rows"]:
         assert row["recorded"] == [row["replayed"], row["replayed"] ^ 1]
@@ -112,24 +121,30 @@ def planted(original, self, plan):
     if plan.step == 9: os.kill(os.getpid(), {signal.SIGKILL.value})
     return original(self, plan)"""
     env = plant(tmp_path, int(ranks) - 1, {STEP: source})
-    _, file = crash(model, tmp_path, env, "--tp", ranks)
+    facts, file = crash(model, tmp_path, env, "--tp", ranks)
+    assert facts["message"].startswith(f"rank {int(ranks) - 1} (pid ")
+    assert "died in phase 'step' by signal 9 (SIGKILL); " in facts["message"]
     assert read_flight(file).find(None).plan.step == 9
-    found = replay(file, "--step", "8", "--tp", "1")
-    assert [row["equal"] for row in found["rows"]] == [True, True]
+    out, err = run("replay", str(file), "--step", "8", "--tp", "1")
+    assert out.splitlines()[0].split()[-3:] == ["recorded", "replayed", "equal"]
+    assert err.strip().splitlines()[-1] == "unisono: step 8: 0 of 2 tokens differ"
 
 
-def test_foreign_and_damaged_files_are_refused_in_one_line(model: str, tmp_path: Path) -> None:
+def test_foreign_and_damaged_files_are_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = {"foreign": b"{}\n", "missing": None}
     for name, content in files.items():
         if content is not None:
             (tmp_path / name).write_bytes(content)
-        out, err = run("replay", str(tmp_path / name), code=2)
-        assert out == ""
+        err = refused(capsys, "replay", str(tmp_path / name))
         assert len(err.splitlines()) == 1
         assert str(tmp_path / name) in err
 
 
-def test_a_directory_for_flights_that_cannot_be_is_refused(model: str, tmp_path: Path) -> None:
+def test_a_directory_for_flights_that_cannot_be_is_refused(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
-    _, err = run("generate", model, "hello", "--flight-dir", str(tmp_path / "file"), code=2)
+    err = refused(capsys, "generate", model, "hello", "--flight-dir", str(tmp_path / "file"))
     assert err.startswith(f"unisono: error: --flight-dir {tmp_path / 'file'}: cannot be made")

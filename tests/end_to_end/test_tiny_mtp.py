@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import keyword
 import re
+from collections.abc import Iterator
 
 import pytest
 
-from tests.end_to_end.command import json_lines, run
+from tests.end_to_end.command import json_lines, refused, run
 from unisono import LLM, SamplingParams
+from unisono.launcher import cli
+from unisono.launcher.answering import Answer
 
 PROMPTS = (
     "def read(self, path):",
@@ -24,8 +27,14 @@ ASKED = ("generate", "tiny-mtp", *PROMPTS, "--max-tokens", str(TOKENS), "--json"
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[dict[str, object]]:
-    return json_lines(run(*ASKED)[0])
+def undrafted() -> Iterator[LLM]:
+    with LLM("tiny-mtp", max_model_len=256) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def plain(undrafted: LLM) -> list[Answer]:
+    return undrafted.generate(PROMPTS, SamplingParams(max_tokens=TOKENS))
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +45,14 @@ def drafted() -> tuple[list[dict[str, object]], str]:
 
 def test_drafts_change_no_answer(plain, drafted) -> None:
     answers, err = drafted
-    assert [each["digest"] for each in answers] == [each["digest"] for each in plain]
-    assert re.search(r"\d\.\d\d tokens a step \(drafts right: \d+ %, \d+ %, \d+ %\)", err)
+    assert [each["digest"] for each in answers] == [each.digest for each in plain]
+    shares = re.search(r"\d\.\d\d tokens a step \(drafts right: (\d+) %, (\d+) %, (\d+) %\)", err)
+    assert shares is not None, err
+    for place, share in enumerate(shares.groups()):
+        checked, right = (
+            sum(a["drafts"][key][place] for a in answers) for key in ("checked", "right")
+        )
+        assert share == f"{100 * right / checked:.0f}"
 
 
 RANKS, BF16 = ("--tp", "2"), ("--dtype", "bfloat16")
@@ -59,14 +74,14 @@ def test_nor_do_they_drawn_on_ranks_or_in_bf16(way: tuple[str, ...]) -> None:
     assert 0 < right < checked
 
 
-def test_rejection_is_for_requests_without_a_seed() -> None:
+def test_rejection_is_for_requests_without_a_seed(
+    undrafted: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Those draw anew each time; greedy ones and those with a seed keep their answer."""
     limits = {"max_tokens": 40, "ignore_eos": True}
     promised = [SamplingParams(**limits), SamplingParams(temperature=0.8, seed=3, **limits)]
-    options = {"tp": 2, "max_model_len": 128}
-    with LLM("tiny-mtp", **options) as llm:
-        want = [llm.generate(PROMPTS[:3], params) for params in promised]
-    with LLM("tiny-mtp", speculate="3", accept="rejection", **options) as llm:
+    want = [undrafted.generate(PROMPTS[:3], params) for params in promised]
+    with LLM("tiny-mtp", speculate="3", accept="rejection", max_model_len=256) as llm:
         got = [llm.generate(PROMPTS[:3], params) for params in promised]
         free = SamplingParams(temperature=0.8, **limits)
         one, two = (llm.generate(PROMPTS[:3], free) for _ in range(2))
@@ -75,7 +90,7 @@ def test_rejection_is_for_requests_without_a_seed() -> None:
     for first, second in zip(one, two, strict=True):
         assert first.token_ids != second.token_ids
         assert len(first.token_ids) == len(second.token_ids) == 40
-    _, err = run("generate", "tiny-mtp", "a", "--accept", "rejection", code=2)
+    err = refused(capsys, "generate", "tiny-mtp", "a", "--accept", "rejection")
     assert "--accept rejection: judges drafts, and --speculate off makes none" in err
 
 
@@ -90,7 +105,7 @@ def test_more_than_two_drafts_in_five_are_right(drafted) -> None:
     assert shares[0] > 0.5, shares
 
 
-def test_stop_strings_among_accepted_drafts_end_everything_at_one_token() -> None:
+def test_stop_strings_among_accepted_drafts_end_everything_at_one_token(undrafted: LLM) -> None:
     """B62, B63: with 7 drafts as with none, text, ids, log-probabilities and count end where the
     earliest match does, in the first accepted token too; stops of one character among them."""
     params = [
@@ -99,13 +114,12 @@ def test_stop_strings_among_accepted_drafts_end_everything_at_one_token() -> Non
         for heat, seed in ((0.0, None), (0.9, 2))
     ]
     prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(params))]
-    answers = []
-    for speculate in ("off", "7"):
-        with LLM("tiny-mtp", speculate=speculate, max_model_len=256) as llm:
-            asked = zip(prompts, params, strict=True)
-            answers.append([llm.generate(prompt, each)[0] for prompt, each in asked])
+    asked = list(zip(prompts, params, strict=True))
+    want = [undrafted.generate(prompt, each)[0] for prompt, each in asked]
+    with LLM("tiny-mtp", speculate="7", max_model_len=256) as llm:
+        got = [llm.generate(prompt, each)[0] for prompt, each in asked]
     stopped = 0
-    for plain, drafted, each in zip(*answers, params, strict=True):
+    for plain, drafted, each in zip(want, got, params, strict=True):
         assert drafted.text == plain.text
         assert drafted.token_ids == plain.token_ids
         assert drafted.finish_reason == plain.finish_reason
@@ -115,18 +129,18 @@ def test_stop_strings_among_accepted_drafts_end_everything_at_one_token() -> Non
         assert not any(stop in drafted.text for stop in each.stop)
         stopped += drafted.finish_reason == "stop"
     assert stopped > len(params) // 2
-    assert len({len(each.token_ids) for each in answers[1]}) > 3
+    assert len({len(each.token_ids) for each in got}) > 3
 
 
 def test_it_writes_what_looks_like_python(plain) -> None:
-    text = "\n".join(str(each["text"]) for each in plain)
+    text = "\n".join(each.text for each in plain)
     words = set(re.findall(r"[A-Za-z_]+", text))
     assert {"self", "return"} <= words, text
     assert len(words & set(keyword.kwlist)) >= 5, text
     assert len(words) > 30, text
 
 
-def test_inspect_knows_it() -> None:
-    out, _ = run("inspect", "tiny-mtp", "--json")
-    facts = json.loads(out)["facts"]
+def test_inspect_knows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["inspect", "tiny-mtp", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)["facts"]
     assert (facts["family"], facts["mtp_layers"]) == ("qwen3_5", 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.command import json_lines, plant, run, start
+from tests.end_to_end.command import json_lines, plant, refused, run, start
 from tests.launcher.timelines import by_step, check_form, read, spans
 from tests.tiny_tokenizers import long_model
 from unisono import LLM, SamplingParams
@@ -171,6 +171,7 @@ def check_steps_so_far(trace: dict[str, Any]) -> list[int]:
 
 
 def test_a_start_that_fails_is_told_too(model: str, tmp_path: Path) -> None:
+    """In the file, and by the last line."""
     env = plant(
         tmp_path,
         1,
@@ -180,17 +181,22 @@ def test_a_start_that_fails_is_told_too(model: str, tmp_path: Path) -> None:
         },
     )
     file = tmp_path / "trace.json"
-    run("generate", model, "hello", "--tp", "2", "--trace", str(file), env=env, code=1)
+    asked = ("generate", model, "hello", "--tp", "2", "--trace", str(file))
+    _, err = run(*asked, env=env, code=1)
+    fault = "rank 1 failed in phase 'load weights': ValueError: planted while loading"
+    assert err.strip().splitlines()[-1] == f"unisono: {fault}"
     trace = read(file)
     check_form(trace)
-    assert "planted while loading" in trace["otherData"]["failed"]
+    assert trace["otherData"]["failed"] == fault
     assert spans(trace, LAUNCHER, "start")
     assert spans(trace, RANKS[1], "start")
 
 
 @pytest.mark.parametrize("command", [("generate",), ("bench", "step"), ("bench", "offline")])
-def test_a_path_that_cannot_be_written_is_refused(model: str, command: tuple[str, ...]) -> None:
-    _, err = run(*command, model, "--trace", "/nowhere/t.json", *_prompt(command), code=2)
+def test_a_path_that_cannot_be_written_is_refused(
+    model: str, command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    err = refused(capsys, *command, model, "--trace", "/nowhere/t.json", *_prompt(command))
     assert err == (
         "unisono: error: --trace /nowhere/t.json: cannot be written (No such file or directory); "
         "choose a file in a directory that you may write to\n"

@@ -31,13 +31,17 @@ def model(directory: Path) -> str:
     return str(directory)
 
 
+WHOLE = ("--batch", "1,4", "--chunk", "none,64", "--seeded", "--speculate", "off")
+FEW = ("--prompts", "3", "--max-tokens", "3")
+
+
 @pytest.mark.timeout(180)
-def test_the_demo_model_has_one_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["tiny-mtp", pytest.param("demo", marks=pytest.mark.soak)])
+def test_a_model_has_one_answer(tmp_path: Path, model: str) -> None:
     """On one rank and two: alone and in company, its prompt cut, cached, pre-empted, drawn."""
     page = tmp_path / "page.html"
-    axes = ("--tp", "1,2", "--batch", "1,4", "--chunk", "none,64", "--seeded")
-    few = ("--prompts", "3", "--max-tokens", "3")
-    out, err = run("verify", "demo", *axes, *few, "--json", "--html", str(page), timeout_s=170)
+    asked = ("verify", model, "--tp", "1,2", *WHOLE, *FEW, "--json", "--html", str(page))
+    out, err = run(*asked, timeout_s=170)
     report = json.loads(out)
     assert report["ok"]
     for tp in (1, 2):
@@ -59,6 +63,18 @@ def test_the_demo_model_has_one_answer(tmp_path: Path) -> None:
     started = r"^unisono: (\d) ranks?, float32: started in [\d.]+ s$"
     assert re.findall(started, err, re.MULTILINE) == ["1", "2"]
     assert page.read_text().count("<svg") == len(report["settings"]) == 18
+
+
+@pytest.mark.timeout(180)
+def test_the_demo_model_answers_alike_in_company_and_chunks() -> None:
+    """On two ranks. In all settings, on one rank too: the test above, as `soak`."""
+    axes = ("--tp", "2", "--batch", "1,4", "--chunk", "none,64")
+    off = ("--prefix-cache", "off", "--pre-empt", "off")
+    out, _ = run("verify", "demo", *axes, *off, *FEW, "--json", timeout_s=170)
+    report = json.loads(out)
+    assert report["ok"]
+    labels = [entry["label"] for entry in report["settings"]]
+    assert labels == ["plain", "batch 4", "batch 8, chunk 64", "batch 4, chunk 64"]
 
 
 def test_a_faulty_rank_is_named(tmp_path: Path) -> None:

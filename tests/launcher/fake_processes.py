@@ -2,7 +2,7 @@
 
 They use the real orders, the real channel and the real guards. `UNISONO_FAKE` says what goes
 wrong, such as "rank 1: load weights: raise": at the given phase of the given process it raises,
-ends, kills itself, hangs, or refuses SIGTERM and hangs.
+ends, kills itself, hangs, or refuses SIGTERM and hangs. It takes a step for each `abort`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def rank() -> None:
                 _misbehave(name, phase)
             phase = STEP
             peer.send(Ready(rank=orders.rank))
-            while not isinstance(peer.receive(0.05), Shutdown):
+            while isinstance(peer.receive(None), Allocate):
                 _misbehave(name, phase)
         except Exception as error:
             peer.send(_fault(orders.rank, phase, error))
@@ -141,8 +141,9 @@ def _serve(num_ranks: int, clients: Hub, ranks: Hub) -> None:
                 case Submit(request_id=number, prompt_ids=prompt):
                     clients.send("launcher", Delta(request_id=number, token_ids=prompt))
                     clients.send("launcher", _finished(number, len(prompt)))
-                case Abort():
-                    pass
+                case Abort():  # Who starts an engine and says so knows that it serves.
+                    for number in range(num_ranks):
+                        ranks.send(f"rank {number}", Allocate(num_blocks=0))
                 case Reschedule() as limits:
                     clients.send("launcher", limits)
                 case Crashed():

@@ -58,8 +58,8 @@ def test_a_line_says_what_was_reached_and_fits() -> None:
         (("--output", "/nowhere/x.json"), "--output /nowhere/x.json: its directory"),
     ],
 )
-def test_what_cannot_be_is_refused(options: tuple[str, ...], message: str) -> None:
-    _, err = command.run("bench", "ops", *options, code=2)
+def test_what_cannot_be_is_refused(options: tuple[str, ...], message: str, capsys) -> None:
+    err = command.refused(capsys, "bench", "ops", *options)
     assert message in err.splitlines()[-1]
 
 

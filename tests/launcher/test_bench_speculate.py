@@ -92,15 +92,15 @@ def test_the_fastest_is_recommended_if_it_is_worth_it(speeds, best):
         (("--force-acceptance", "1.5"), "--force-acceptance 1.5: must be above 0 and at most 1"),
     ],
 )
-def test_what_cannot_be_is_refused(options, message):
-    _, err = command.run("bench", "speculate", "tiny-mtp", *options, code=2)
+def test_what_cannot_be_is_refused(options, message, capsys):
+    err = command.refused(capsys, "bench", "speculate", "tiny-mtp", *options)
     assert err.startswith("unisono: error: ")
     assert message in err
     assert err.count("\n") == 1
 
 
-def test_a_model_that_cannot_draft_is_refused():
-    _, err = command.run("bench", "speculate", "shape:qwen3-0.6b", "--drafts", "2", code=2)
+def test_a_model_that_cannot_draft_is_refused(capsys):
+    err = command.refused(capsys, "bench", "speculate", "shape:qwen3-0.6b", "--drafts", "2")
     assert "--speculate 2: drafts come from a layer of the model's own" in err
 
 

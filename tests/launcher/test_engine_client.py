@@ -164,6 +164,7 @@ def test_a_rank_lost_while_serving_is_named_by_every_poll(fault, line):
     with engine(fault) as running:
         with pytest.raises(WorkerLost, match=f"^{line}$"):  # noqa: PT012
             running.start()
+            running.abort(0)
             for _ in range(50):
                 running.poll(0.2)
         with pytest.raises(WorkerLost, match=f"^{line}$"):
@@ -215,6 +216,7 @@ def test_a_late_rank_is_named():
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(mark):
     with engine("rank 1: step: hang deaf", stop_grace_s=0.5) as running:
         running.start()
+        running.abort(0)
         begin = time.monotonic()
     assert time.monotonic() - begin < 0.5 + 5.0
     assert (_directories(), _processes(mark)) == ([], [])

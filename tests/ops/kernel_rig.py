@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -144,7 +145,58 @@ def _patch_the_language_once() -> None:
     interpreter._patch_lang = patch_what_is_left
 
 
+def _make_types_once() -> None:
+    """Have the interpreter keep what it makes of a type and a shape, which are few, and not make it
+    again for each value in a kernel: that took two fifths of the time of these tests."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    core = language.core
+    numpy_dtype, unwrap = interpreter._get_np_dtype, core._unwrap_if_constexpr
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    dtypes: dict[str, Any] = {}
+    types: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    of_a_number: list[Any] = []
+    plain = {int, bool, float, str, type(None), core.tensor, core.block_type, core.dtype}
+
+    def known_numpy_dtype(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in dtypes:
+            dtypes[name] = numpy_dtype(kind)
+        return dtypes[name]
+
+    def make_known_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *shape)
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = (self.shape, self.numel, self.name, [])
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name, self.of_tensors = types[key]
+
+    def make_tensor_of_known_shape(self: Any, handle: Any, kind: Any) -> None:
+        known = kind.of_tensors if kind.is_block() else of_a_number
+        if not known:
+            make_tensor(self, handle, kind)
+            known[:] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = known
+
+    def unwrap_what_is_wrapped(value: Any) -> Any:
+        kind = type(value)
+        if kind is core.constexpr:
+            return value.value
+        return value if kind in plain else unwrap(value)
+
+    interpreter._get_np_dtype = known_numpy_dtype
+    core.block_type.__init__ = make_known_type
+    core.tensor.__init__ = make_tensor_of_known_shape
+    for module in [each for name, each in sys.modules.items() if name.startswith("triton.")]:
+        if getattr(module, "_unwrap_if_constexpr", None) is unwrap:
+            module._unwrap_if_constexpr = unwrap_what_is_wrapped  # type: ignore[attr-defined]
+
+
 if not IS_GPU:
     _patch_the_language_once()
+    _make_types_once()
     _let_loops_count()
     _keep_spread_masks()

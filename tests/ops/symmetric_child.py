@@ -30,7 +30,8 @@ def main(directory: str, rank: int, ranks: int, role: str) -> int:
     ]
     addresses = [memory.data_ptr() for memory in memories]
     fault = torch.zeros(1, dtype=torch.int64)
-    end = Symmetric(rank, layout, memories[rank], addresses, fault, wait_s=1.0)
+    # Long enough for processes that start seconds apart.
+    end = Symmetric(rank, layout, memories[rank], addresses, fault, wait_s=30.0)
     together = torch.Generator().manual_seed(1)
     alone = random.Random(rank)
     for number in range(ROUNDS):

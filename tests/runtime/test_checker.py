@@ -46,7 +46,7 @@ def check(kind: type[Scheduler], max_examples: int) -> Counter[str]:
 
 def test_the_scheduler_is_sound_and_checked_quickly() -> None:
     start = time.process_time()
-    seen = check(Scheduler, 160)
+    seen = check(Scheduler, 170)
     assert seen["steps"] / (time.process_time() - start) >= LEAST_STEPS_PER_S
     assert seen["steps"] > 5000
     often = ("ahead", "accepted", "host rows", "pre-emptions", "hits", "restored", "aborts")

@@ -11,6 +11,7 @@ import pytest
 from tests.runtime.fakes import orders_of
 from tests.runtime.test_flight import WORKER, recorded
 from unisono.launcher.flight_file import read_flight
+from unisono.runtime import entry
 from unisono.runtime.engine import ToldToEnd
 from unisono.runtime.entry import _report
 from unisono.runtime.protocol import Failed, Recorded
@@ -59,8 +60,14 @@ def fault(rank: int, *, secondary: bool = False) -> Fault:
     ],
 )
 def test_all_faults_are_told_and_the_flight_last(
-    tmp_path: Path, error: Exception, waiting: list[Fault], ranks: list[int], cause: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    waiting: list[Fault],
+    ranks: list[int],
+    cause: int,
 ) -> None:
+    monkeypatch.setattr(entry, "_ROOT_CAUSE_S", 0.02)  # A wire that is empty stays so.
     path = tmp_path / "flight"
     clients, hub = Wire(), Wire(*waiting)
     workers = WorkerGroup(cast(Hub, hub), 2)

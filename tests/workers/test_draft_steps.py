@@ -443,7 +443,7 @@ def test_forced_drafts_are_accepted_as_often_as_is_asked_on_both_ways(erring: Pa
     shares = []
     for forced in (0.6, 1.0):
         both = Both(erring, num_drafts=2, forced=forced, max_requests=4)
-        both.generate(prompts, max_tokens=60)
+        both.generate(prompts, max_tokens=31)
         assert both.reasons("tail") >= {CAPTURED}
         drafted, accepted = both.bodies.drafted, both.bodies.accepted
         shares.append(sum(each[0] for each in accepted) / sum(each[0] for each in drafted))
