@@ -40,20 +40,25 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return directory
 
 
-def generate(engine: LocalEngine) -> list[Any]:
+def generate(engine: LocalEngine, ends: Sequence[int] = ()) -> list[Any]:
     prompts = [random_ids(length, 199, seed=length) for length in LENGTHS]
-    return engine.generate(prompts, 6, arrivals=ARRIVALS, params=PARAMS)
+    return engine.generate(prompts, 6, ARRIVALS, ends, params=PARAMS)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_padded_steps_have_the_answers_of_others(model: Path, tp: int) -> None:
-    """Prompts of one step and of several, beside rows that decode; logits bit by bit."""
+    """Prompts of one step and of several, beside rows that decode, and then beside rows of what has
+    ended; logits bit by bit."""
     options = {"tp": tp, "max_step_tokens": 70, "max_requests": 12}
-    want, engine = generate(LocalEngine(model, **options)), LocalEngine(model, **options, **PADDED)
-    got = generate(engine)
-    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
-    for ours, theirs in zip(got, want, strict=True):
-        assert_same_bits("logits", torch.stack(ours.logits), torch.stack(theirs.logits))
+    plain, engine = LocalEngine(model, **options), LocalEngine(model, **options, **PADDED)
+    ends: list[int] = []
+    for _ in range(2):
+        want, got = generate(plain, ends), generate(engine, ends)
+        assert [answer.token_ids for answer in got] == [answer.token_ids for answer in want]
+        for ours, theirs in zip(got, want, strict=True):
+            assert_same_bits("logits", torch.stack(ours.logits), torch.stack(theirs.logits))
+        ends = ends or [each.token_ids[1 + number % 3] for number, each in enumerate(want[:6])]
+    assert "stop" in {answer.reason for answer in want}
     ran = {reason for piece, reason in engine.ranks[0].pool.eager_runs if piece == "forward"}
     assert ran == {"cpu has no graphs"}, "some step was not padded"
 
