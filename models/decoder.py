@@ -93,8 +93,11 @@ class Decoder:
         """
         assert self.mtp is not None, "the partition has no drafts"
         rope = self._rope.at(batch.positions)
-        return self.mtp(self.embed(token_ids), hidden, rope, batch, cache)
+        embed = self.mtp.embed or self.embed
+        return self.mtp(embed(token_ids), hidden, rope, batch, cache)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] that `draft` returned -> fp32 logits [R, this rank's vocabulary rows]."""
-        return self.head(hidden)
+        assert self.mtp is not None, "the partition has no drafts"
+        head = self.mtp.head or self.head
+        return head(hidden)
