@@ -93,16 +93,17 @@ class Holdings:
         request.num_published = num_full
 
     def begin_saves(self, rows: Iterable[PlannedRow]) -> list[Save]:
-        """Snapshots to save in a step: of the last border that each prompt row reaches."""
+        """Snapshots to save in a step: of the last border that each prompt row passes."""
         if not (self.is_hybrid and self._prefix_cache):
             return []
         saves = [self.begin_save(row) for row in rows if row.phase != Phase.DECODE]
         return [save for save in saves if save is not None]
 
     def begin_save(self, row: PlannedRow) -> Save | None:
-        """The snapshot of the last border that a prompt row reaches, if one can be saved."""
+        """The snapshot of the last border that a prompt row passes, if one can be saved: not of the
+        prompt's own end, where the same prompt again would have nothing to compute."""
         request = row.request
-        count = min(row.start + row.count, request.num_prompt_tokens) // BLOCK_SIZE
+        count = min(row.start + row.count, request.num_prompt_tokens - 1) // BLOCK_SIZE
         if count * BLOCK_SIZE <= row.start:
             return None
         name = self.name_blocks(request, count)[count - 1]

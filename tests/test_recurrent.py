@@ -114,6 +114,16 @@ def test_a_hit_starts_from_a_snapshot(num_states: int, max_step_tokens: int) -> 
     assert engine.num_cached_tokens[5] in (64, 128)
 
 
+@pytest.mark.parametrize("length", [191, 192, 193])
+def test_the_same_prompt_again_hits_wherever_it_ends(length: int) -> None:
+    """On a border, too: then from the one before, for its last token is always computed."""
+    prompt = random_ids(length, CONFIG.vocab_size)
+    engine = RecurrentEngine(**MOST, max_requests=2)
+    first, again = tokens_of(engine.generate([prompt] * 2, 20, arrivals=[0, 30]))
+    assert engine.num_cached_tokens == [0, (length - 1) // 64 * 64]
+    assert first == again
+
+
 def test_sampled_answers_and_prompt_logprobs_too(plain: list[list[int]]) -> None:
     params = [
         SamplingParams(temperature=1.0, seed=index, top_k=50)
