@@ -21,6 +21,7 @@ from tests.chances import LIMIT, chi_square_deviation
 from tests.closeness import assert_same_bits
 from tests.copying import Copying, write_copying_mtp
 from tests.rig import Answer, LocalEngine
+from tests.runtime.fakes import Scripted
 from tests.tiny import DRAFTING, random_ids, write_checkpoint
 from unisono.ops.reference.filters import filter_logits
 from unisono.ops.reference.penalties import penalize
@@ -31,19 +32,6 @@ from unisono.workers.protocol import StepPlan
 LENGTHS = (*range(1, 13), 63, 64, 65, 66)
 FEW = (1, 2, 3, 9, 63, 65)
 VOCABULARY = 199
-
-
-class Scripted:
-    """A policy that says what it was told to, step by step."""
-
-    def __init__(self, script: Iterator[int]) -> None:
-        self._script = script
-
-    def choose(self, num_rows: int) -> int:
-        return next(self._script)
-
-    def note(self, num_rows: int, drafts: int, counts: Sequence[int], seconds: float) -> None:
-        pass
 
 
 def changing(most: int, seed: int = 0) -> Callable[[], Scripted]:

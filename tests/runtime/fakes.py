@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
+from typing import Any
 from zlib import crc32
 
 from unisono.runtime.config import RuntimeConfig, RuntimeOrders
@@ -45,6 +46,8 @@ class FakeWorker:
         self.states: dict[int, tuple[int, int]] = {}
         """Of each state slot: how many tokens it has seen, and their hash."""
         self.state_of = [0] * (num_slots + 1)
+        self.drafted = [0] * (num_slots + 1)
+        """Drafts that lie behind the newest token of each slot."""
 
     def step(self, plan: StepPlan) -> list[int]:
         """Run `plan`, which has no drafts; the tokens of its sampling rows."""
@@ -58,6 +61,7 @@ class FakeWorker:
         for slot, length in zip(plan.open_slot, plan.open_length, strict=True):
             self.tokens[slot] = list(plan.open_tokens[start : start + length])
             self.tables[slot] = []
+            self.drafted[slot] = 0
             start += length
         for slot, block in zip(plan.block_slot, plan.block_id, strict=True):
             if len(self.tables[slot]) >= shared.get(slot, 0):
@@ -79,6 +83,8 @@ class FakeWorker:
             self._row(*row, accept, saves.get(row[0], (0, 0)))
             for row in zip(rows.slot, rows.start, rows.count, rows.phase, drafts, strict=True)
         ]
+        for slot, answer in zip(rows.slot, answers, strict=True):
+            self.drafted[slot] = plan.num_proposals if answer else 0
         told = [answer for answer in answers if answer]
         return [token for answer in told for token in answer], [len(answer) for answer in told]
 
@@ -98,6 +104,7 @@ class FakeWorker:
         if phase == Phase.DECODE:
             assert count == 1
             assert start <= len(tokens) - 1, "a row starts behind the newest token"
+            assert drafts <= self.drafted[slot], "drafts are checked that nobody made"
             start = len(tokens) - 1
         for at in range(start, start + count):
             self._write(slot, at)
@@ -177,6 +184,19 @@ class FakeWorker:
         return block * 64 + position % 64
 
 
+class Scripted:
+    """A policy that says one number after the other."""
+
+    def __init__(self, script: Iterator[int]) -> None:
+        self._script = script
+
+    def choose(self, num_rows: int) -> int:
+        return next(self._script)
+
+    def note(self, num_rows: int, drafts: int, counts: Sequence[int], seconds: float) -> None:
+        pass
+
+
 def request(
     number: int,
     length: int,
@@ -206,7 +226,7 @@ def scheduler(
     eos: int = -1,
     prefix_cache: bool = True,
     kind: type[Scheduler] = Scheduler,
-    **ahead: int,
+    **ahead: Any,
 ) -> Scheduler:
     return kind(
         num_blocks=num_blocks,
