@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.runtime.fakes import request
 from unisono.runtime.speculation import AutoDrafts, FixedDrafts, draft_policy
 
 
@@ -24,6 +25,14 @@ def run(
         policy.note(rows, drafts, counts, step_s + drafts * draft_s)
         chosen.append(drafts)
     return chosen
+
+
+def test_drafts_are_counted_by_their_place_in_a_chain() -> None:
+    asked = request(0, 5, 5)
+    for checked, right in ((3, 1), (1, 0), (3, 3), (2, 2)):
+        asked.count_drafts(checked, right)
+    assert list(asked.drafted) == [4, 3, 2]
+    assert list(asked.accepted) == [3, 2, 1]
 
 
 def test_by_name() -> None:
