@@ -421,25 +421,25 @@ def test_steps_leave_the_drafts_that_the_layer_makes_of_all_tokens() -> None:
     rejected drafts left behind, or lie at another place, would show."""
     path = resolve_model("tiny-mtp").path
     prompt = talks.ids_of("class Reader:\n    def read(self, size):\n" * 5)
-    engine = LocalEngine(path, num_drafts=3, max_in_flight=1)
+    engine = LocalEngine(path, num_drafts=8, max_in_flight=1)
     slots = engine.ranks[0].runner._slots
     left: dict[int, list[int]] = {}
 
     def note(step: int) -> None:
         known = int(slots.lengths[1])
         if known > len(prompt):
-            left[known] = slots.token_ids[1, : known + 3].tolist()
+            left[known] = slots.token_ids[1, : known + 8].tolist()
 
     limits = {"max_step_tokens": 64}
-    engine.generate([prompt], 16, before_step=note, scheduling=limits)
+    engine.generate([prompt], 24, before_step=note, scheduling=limits)
     assert sum(engine.drafted[0]) > sum(engine.accepted[0]) > 3
     assert len(prompt) > 64
 
     def drafted(rank: DraftingRank) -> dict[int, list[int]]:
-        text = left[max(left)][:-3]
+        text = left[max(left)][:-8]
         hidden = torch.cat((rank.forward(prompt), rank.forward(text[len(prompt) :], len(prompt))))
         return {
-            known: text[:known] + rank.chain(text[:known], hidden[: known - 1], 3)[0]
+            known: text[:known] + rank.chain(text[:known], hidden[: known - 1], 8)[0]
             for known in left
         }
 
