@@ -24,6 +24,8 @@ _OF_THE_WRAPPER = (
     *("quantization_config", "compression_config"),
 )
 """Fields that a wrapper may give for its language model too; then they decide."""
+_ANNOUNCED = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+"""Fields that may say how many layers a drafter has; the first that is there."""
 _DRAFTER_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
@@ -68,16 +70,22 @@ def with_hybrid_fields(config: ModelConfig, fields: Fields) -> ModelConfig:
     return config
 
 
-def with_drafter(config: ModelConfig, fields: Fields, tensors: Iterable[str]) -> ModelConfig:
-    """Return `config` with the drafter that the checkpoint has, whatever it announces.
+def with_drafter(config: ModelConfig, fields: Fields, tensors: Iterable[str] | None) -> ModelConfig:
+    """Return `config` with the drafter that the `tensors` of the checkpoint are of, whatever it
+    announces; None: weights will be random, and there is the one that is announced.
 
     One that was trained on an embedding of its own, which is not there, is of no use.
     """
+    own_embedding = fields.flag("mtp_use_dedicated_embeddings", False)
+    if config.family not in WITH_DELTA_NETS:
+        return config
+    if tensors is None:
+        counts = (fields.whole_or_none(name, least=0) for name in _ANNOUNCED)
+        count = next((count for count in counts if count is not None), 0)
+        return replace(config, num_mtp_layers=count, mtp_embedding=own_embedding and count > 0)
     names = {name for name in tensors if name.startswith("mtp.")}
     layers = {match[1] for name in names if (match := _DRAFTER_LAYER.match(name))}
-    lacks_embedding = fields.flag("mtp_use_dedicated_embeddings", False)
-    lacks_embedding &= MTP_EMBEDDING not in names
-    if not layers or lacks_embedding or config.family not in WITH_DELTA_NETS:
+    if not layers or (own_embedding and MTP_EMBEDDING not in names):
         return config
     return replace(
         config,

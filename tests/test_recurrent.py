@@ -198,7 +198,7 @@ def opening(step: int, slots: Sequence[int], tokens: Sequence[Sequence[int]]) ->
 
 
 def test_a_prompt_of_one_token_starts_empty_and_touches_no_neighbour() -> None:
-    """B47: it is no decode of whatever its slot held before, nor of another's."""
+    """B34, B47: it is no decode of whatever its slot held before, nor of another's."""
     engine = RecurrentEngine(**MOST, max_requests=3, num_states=3)
     engine.step(opening(1, [1, 2, 3], [random_ids(n, 300, seed=n) for n in (70, 80, 5)]))
     [rank] = engine.ranks

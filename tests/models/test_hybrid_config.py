@@ -310,9 +310,20 @@ def test_the_tensors_say_how_many_layers_draft(layers: int, tmp_path: Path) -> N
     tensors = {name: torch.zeros(2) for name in names}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
     assert read_model_config(directory).num_mtp_layers == layers
-    assert read_model_config(directory, use_headers=False).num_mtp_layers == 0
     written(tmp_path, "qwen3_5", mtp_use_dedicated_embeddings=True)
     assert read_model_config(directory).num_mtp_layers == 0
+
+
+def test_where_weights_are_random_there_is_the_drafter_that_is_announced(tmp_path: Path) -> None:
+    def drafter(family: str, **fields: Any) -> tuple[int, bool]:
+        config = read_model_config(written(tmp_path, family, **fields), use_headers=False)
+        return config.num_mtp_layers, config.mtp_embedding
+
+    assert drafter("qwen3_5", mtp_num_hidden_layers=2) == (2, False)
+    assert drafter("qwen3_5", mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=True) == (1, 1)
+    assert drafter("qwen3_5", mtp_use_dedicated_embeddings=True) == (0, False)
+    assert drafter("qwen3_next", num_nextn_predict_layers=1) == (1, False)
+    assert drafter("qwen3_moe", num_nextn_predict_layers=1) == (0, False)
 
 
 @pytest.mark.parametrize("announced", [False, True])
