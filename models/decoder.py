@@ -88,9 +88,8 @@ class Decoder:
         Pair i has `token_ids`[i] (int64), the token behind position `batch.positions`[i], and
         `hidden`[i], the state there: what `forward` returned or, where a draft follows a draft,
         what `draft` did. `draft_logits` of row i are those of the token behind that one. Keys and
-        values go
-        to `cache` at the pair's position, which lies below max_model_len; of `batch` only
-        positions, slot_mapping and attention count.
+        values go to `cache` at the pair's position, which lies below max_model_len; of `batch`
+        only positions, slot_mapping and attention count.
         """
         assert self.mtp is not None, "the partition has no drafts"
         rope = self._rope.at(batch.positions)
