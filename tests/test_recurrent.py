@@ -124,6 +124,17 @@ def test_the_same_prompt_again_hits_wherever_it_ends(length: int) -> None:
     assert first == again
 
 
+@pytest.mark.parametrize("max_step_tokens", [64, 2048])
+def test_whoever_begins_as_two_others_did_starts_from_there(max_step_tokens: int) -> None:
+    """A state is saved where the second prompt leaves what the first has, too."""
+    stem = random_ids(200, CONFIG.vocab_size)
+    asked = [stem + random_ids(60, CONFIG.vocab_size, seed=own) for own in (1, 2, 3)]
+    engine = RecurrentEngine(**MOST, max_requests=2, max_step_tokens=max_step_tokens)
+    got = engine.generate(asked, 20, arrivals=[0, 30, 60])
+    assert engine.num_cached_tokens == [0, 192 * (max_step_tokens == 64), 192]
+    assert tokens_of(got) == alone(asked, 20)
+
+
 def test_sampled_answers_and_prompt_logprobs_too(plain: list[list[int]]) -> None:
     params = [
         SamplingParams(temperature=1.0, seed=index, top_k=50)

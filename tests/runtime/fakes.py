@@ -72,15 +72,12 @@ class FakeWorker:
         rows = plan.rows
         assert len(set(rows.slot)) == len(rows.slot), "a slot is in a step twice"
         drafts = rows.drafts or [0] * len(rows)
-        saves = {
-            slot: (length, state)
-            for slot, length, state in zip(
-                plan.save_slot, plan.save_length, plan.save_state, strict=True
-            )
-        }
-        assert saves.keys() <= set(rows.slot), "a state is saved that no row computes"
+        saves: dict[int, list[tuple[int, int]]] = {slot: [] for slot in rows.slot}
+        for slot, *save in zip(plan.save_slot, plan.save_length, plan.save_state, strict=True):
+            assert slot in saves, "a state is saved that no row computes"
+            saves[slot].append((save[0], save[1]))
         answers = [
-            self._row(*row, accept, saves.get(row[0], (0, 0)))
+            self._row(*row, accept, saves[row[0]])
             for row in zip(rows.slot, rows.start, rows.count, rows.phase, drafts, strict=True)
         ]
         for slot, answer in zip(rows.slot, answers, strict=True):
@@ -96,7 +93,7 @@ class FakeWorker:
         phase: int,
         drafts: int,
         accept: Iterator[int],
-        save: tuple[int, int],
+        saves: list[tuple[int, int]],
     ) -> list[int]:
         assert slot > 0
         assert count > 0
@@ -108,7 +105,7 @@ class FakeWorker:
             start = len(tokens) - 1
         for at in range(start, start + count):
             self._write(slot, at)
-        self._keep_state(slot, start, start + count, save)
+        self._keep_state(slot, start, start + count, saves)
         if phase == Phase.CHUNK:
             return []
         assert len(tokens) == start + count
@@ -119,7 +116,7 @@ class FakeWorker:
             state = _hash(tokens[at : at + 1], state)
             tokens.append(state % VOCABULARY)
             self._write(slot, at)
-            self._keep_state(slot, at, at + 1, (0, 0))
+            self._keep_state(slot, at, at + 1, [])
         for at in range(start + count + accepted, start + count + drafts):
             assert self._is_unwritten(self._place(slot, at)), "a place is written twice"
             self.memory[self._place(slot, at)] = RUBBISH
@@ -161,14 +158,13 @@ class FakeWorker:
             self.states[state] = self.states[restore] if restore else (0, self.weights)
             assert self.states[state] == wanted, "a snapshot of another prefix"
 
-    def _keep_state(self, slot: int, start: int, end: int, save: tuple[int, int]) -> None:
+    def _keep_state(self, slot: int, start: int, end: int, saves: list[tuple[int, int]]) -> None:
         """Take tokens [start, end) into the slot's state, and save it on the way."""
         if not self.num_states:
             return
-        length, snapshot = save
         count, state = self.states[self.state_of[slot]]
         assert count == start, "a state lost its place"
-        if snapshot:
+        for length, snapshot in saves:
             assert length % 64 == 0
             assert start < length <= end, "a state is saved that the row does not compute"
             self.states[snapshot] = length, _hash(self.tokens[slot][start:length], state)

@@ -326,8 +326,8 @@ class PublishesTheAnswer(Holdings):
 class SavesOffTheBorder(Holdings):
     """A snapshot is taken where the row ends."""
 
-    def begin_save(self, row: PlannedRow) -> Save | None:
-        save = super().begin_save(row)
+    def begin_save(self, row: PlannedRow, most: int) -> Save | None:
+        save = super().begin_save(row, most)
         return save and dataclasses.replace(save, length=row.start + row.count)
 
 
