@@ -494,7 +494,11 @@ def test_a_talk_with_trained_drafts() -> None:
 
 
 @pytest.mark.parametrize(
-    "num_draws", [pytest.param(1000, id="some"), pytest.param(20_000, marks=pytest.mark.soak)]
+    "num_draws",
+    [
+        pytest.param(1000, id="some"),
+        pytest.param(20_000, marks=[pytest.mark.soak, pytest.mark.timeout(1200)]),
+    ],
 )
 @pytest.mark.parametrize(
     "recipe",
