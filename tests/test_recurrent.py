@@ -124,14 +124,21 @@ def test_the_same_prompt_again_hits_wherever_it_ends(length: int) -> None:
     assert first == again
 
 
-@pytest.mark.parametrize("max_step_tokens", [64, 2048])
-def test_whoever_begins_as_two_others_did_starts_from_there(max_step_tokens: int) -> None:
-    """A state is saved where the second prompt leaves what the first has, too."""
+@pytest.mark.parametrize(
+    ("max_step_tokens", "num_states", "cached"),
+    [(64, 8, [0, 192, 192]), (2048, 8, [0, 0, 192]), (64, 2, [0, 0, 0]), (2048, 2, [0, 0, 192])],
+)
+def test_whoever_begins_as_two_others_did_starts_from_there(
+    max_step_tokens: int, num_states: int, cached: list[int]
+) -> None:
+    """A state is saved where the second prompt leaves what the first has, too, if there is room:
+    where one snapshot is kept, every chunk replaces it."""
     stem = random_ids(200, CONFIG.vocab_size)
-    asked = [stem + random_ids(60, CONFIG.vocab_size, seed=own) for own in (1, 2, 3)]
-    engine = RecurrentEngine(**MOST, max_requests=2, max_step_tokens=max_step_tokens)
-    got = engine.generate(asked, 20, arrivals=[0, 30, 60])
-    assert engine.num_cached_tokens == [0, 192 * (max_step_tokens == 64), 192]
+    asked = [stem + random_ids(120, CONFIG.vocab_size, seed=own) for own in (1, 2, 3)]
+    limits = {"max_requests": 1, "max_in_flight": 1, "max_step_tokens": max_step_tokens}
+    engine = RecurrentEngine(**MOST, **limits, num_states=num_states)
+    got = engine.generate(asked, 20, arrivals=[0, 40, 80])
+    assert engine.num_cached_tokens == cached
     assert tokens_of(got) == alone(asked, 20)
 
 
