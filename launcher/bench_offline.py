@@ -34,6 +34,7 @@ from unisono.launcher.bench_engine import (
 )
 from unisono.launcher.bench_process import measure_machine
 from unisono.launcher.bench_report import SHOWN, Report, output_options
+from unisono.launcher.draft_counts import DraftCounts
 from unisono.launcher.graph_counts import GraphCounts
 from unisono.launcher.options import config_options, given, option_spec
 from unisono.launcher.resolve import Prepared
@@ -42,7 +43,7 @@ from unisono.models.config import ConfigError
 from unisono.runtime.protocol import SamplingParams
 from unisono.workers.timings import Machine
 
-ENGINE_OPTIONS = (*OPTIONS, "max_requests", "kv_tokens", "memory_utilization")
+ENGINE_OPTIONS = (*OPTIONS, "speculate", "max_requests", "kv_tokens", "memory_utilization")
 NUM_REQUESTS, LEAST, MOST, TEMPERATURE = 256, 100, 1024, 0.6
 """The workload that is published of several engines."""
 LAST_ID = 10_000
@@ -112,8 +113,9 @@ def offline_command(model: str, **values: Any) -> int:
     Lengths of prompts and answers are uniform in --min to --max, drawn with Python's random.Random
     as nano-vllm's bench.py does; end tokens are ignored, and request i draws with seed --seed + i.
     The floor is the time to read the weights once a step of the longest answer, and the KV of every
-    token, at the bandwidth measured on this machine. The last line is JSON. Ends with 1 if the same
-    requests ever have other answers.
+    token, at the bandwidth measured on this machine; with --speculate as many steps fewer as all
+    drafts could spare. The last line is JSON. Ends with 1 if the same requests ever have other
+    answers.
     """
     report = Report(as_json=values["as_json"], output=values["output"])
     plan = make_plan(model=model, **values)
@@ -122,6 +124,8 @@ def offline_command(model: str, **values: Any) -> int:
     worker = plan.prepared.worker
     params = plan.jobs[0].asked[0][1]
     requests = f"temperature {params.temperature:g}, seed {values['seed']}"
+    if worker.num_drafts:
+        requests += f", speculate {worker.speculate}"
     facts = describe(plan.prepared, model, requests)
     machine = measure_machine(worker.device, os.environ)
     show_header(report, facts, machine)
@@ -236,6 +240,7 @@ def summary(job: Job, runs: Sequence[tuple[Sequence[Got], float]], floor: float)
     last = max(got, key=lambda each: each.total_s)
     firsts = sorted(each.first_token_s for each in got)
     num_out = sum(len(each.token_ids) for each in got)
+    counts = DraftCounts.of(got)
     return {
         "name": job.name,
         "seconds": seconds,
@@ -251,6 +256,8 @@ def summary(job: Job, runs: Sequence[tuple[Sequence[Got], float]], floor: float)
         "ms_per_token": 1e3 * statistics.median(each.token_s for each in got),
         "waiting_for_ranks": last.waited_s / last.total_s,
         "preemptions": sum(each.num_preemptions for each in got),
+        "tokens_per_step": counts.tokens_per_step,
+        "right": counts.shares,
     }
 
 
@@ -274,11 +281,12 @@ def line_of(entry: Mapping[str, Any]) -> str:
 def closing_line(entry: Mapping[str, Any]) -> str:
     """Say where the time went."""
     preempted = f", {entry['preemptions']} pre-emptions" if entry["preemptions"] else ""
+    drafted = f", {entry['tokens_per_step']:.2f} tokens a row and step" if entry["right"] else ""
     return (
         f"{entry['name']}: {entry['seconds']:.2f} s, {100 * entry['of_floor']:.0f} % of the floor; "
         f"a request's first token after {entry['first_token_s']:.2f} s, then "
         f"{entry['ms_per_token']:.1f} ms a token (medians); "
-        f"{100 * entry['waiting_for_ranks']:.0f} % of it waiting for the ranks{preempted}"
+        f"{100 * entry['waiting_for_ranks']:.0f} % of it waiting for the ranks{preempted}{drafted}"
     )
 
 
@@ -299,7 +307,7 @@ def _asked(
 def _floor(plan: OfflineBench, job: Job, machine: Machine) -> float:
     worker = plan.prepared.worker
     items = Items.of(worker.dtype, worker.state_dtype)
-    read = answers_bytes(partition_of(plan.prepared), items, job.lengths)
+    read = answers_bytes(partition_of(plan.prepared), items, job.lengths, worker.num_drafts)
     return floor_s(read, machine.bytes_per_s, share=worker.device == "cpu")
 
 

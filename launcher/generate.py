@@ -335,7 +335,8 @@ def _of_floor(answer: Answer, worker: WorkerConfig, card: Card | None) -> str:
         return ""
     partition = ModelPartition.of(worker.model, worker.tp)
     lengths = [(answer.num_prompt_tokens, len(answer.token_ids))]
-    read = answers_bytes(partition, Items.of(worker.dtype, worker.state_dtype), lengths)
+    items = Items.of(worker.dtype, worker.state_dtype)
+    read = answers_bytes(partition, items, lengths, worker.num_drafts)
     floor = floor_s(read, card.bandwidth_tb_s * 1e12, share=False)
     part = _percent(floor / (answer.total_s - answer.first_token_s))
     return f"{part} of the floor at {card.bandwidth_tb_s:g} TB/s, "

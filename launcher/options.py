@@ -78,6 +78,8 @@ LOGPROB_OPTIONS = ("logprobs", "prompt_logprobs")
 """Sampling options whose outcome is no text: only JSON and the library show it."""
 
 _CHOICES = {**CHOICES, "log_level": LOG_LEVELS}
+_SAME = {"speculate": {"0": "off"}}
+"""Other words for legal values, by option."""
 _LEAST = {
     "tp": 1,
     "max_requests": 1,
@@ -139,12 +141,18 @@ class OptionSpec:
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
+    def settle(self, value: Any) -> Any:
+        """Return `value` as its field holds it: a number among choices as text."""
+        if self.choices and has_kind(value, "int"):
+            value = str(value)
+        return _SAME.get(self.name, {}).get(value, value) if isinstance(value, str) else value
+
     def check(self, value: object) -> None:
         """Raise ConfigError, one line, if `value` is not legal by itself."""
-        if not has_kind(value, self.kind):
-            raise ConfigError(f"{self.flag} {value!r}: expected {self._expected}")
         if self.choices and value not in self.choices:
             raise ConfigError(f"{self.flag} {value}: choose {_either(self.choices)}")
+        if not has_kind(value, self.kind):
+            raise ConfigError(f"{self.flag} {value!r}: expected {self._expected}")
         if value is not None and not self._is_inside(value):
             raise ConfigError(f"{self.flag} {value}: must be {self._range}")
 
@@ -153,7 +161,7 @@ class OptionSpec:
         if self.zero_is_auto and text == "auto":
             return self.default
         try:
-            value = CONVERTERS[self.kind](text)
+            value = self.settle(CONVERTERS[self.kind](text))
         except ValueError:
             raise ConfigError(f"{self.flag} {text}: expected {self._expected}") from None
         self.check(value)
@@ -238,7 +246,7 @@ def make_launch_config(
 
     Raises ConfigError for an unknown name or an illegal value.
     """
-    _check_all(values, LAUNCH_OPTIONS)
+    values = _settled(values, LAUNCH_OPTIONS)
     if values.get("kv_tokens") and values.get("memory_utilization"):
         raise ConfigError(
             f"--memory-utilization {values['memory_utilization']}: --kv-tokens "
@@ -251,8 +259,7 @@ def make_launch_config(
 
 def make_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
     """Build `SamplingParams` from the given option values. Raises ConfigError."""
-    _check_all(values, SAMPLING_OPTIONS)
-    params = SamplingParams(**values)
+    params = SamplingParams(**_settled(values, SAMPLING_OPTIONS))
     _check_combination(params)
     return params
 
@@ -287,11 +294,15 @@ def _check_combination(params: SamplingParams) -> None:
         seen.add(token)
 
 
-def _check_all(values: Mapping[str, Any], legal: tuple[str, ...]) -> None:
+def _settled(values: Mapping[str, Any], legal: tuple[str, ...]) -> dict[str, Any]:
+    """Return the values as their fields hold them, each checked."""
+    settled = {}
     for name, value in values.items():
         if name not in legal:
             raise ConfigError(f"unknown option {name!r}: choose from {', '.join(legal)}")
-        option_spec(name).check(value)
+        settled[name] = option_spec(name).settle(value)
+        option_spec(name).check(settled[name])
+    return settled
 
 
 def _fields_of(owner: type, values: Mapping[str, Any]) -> dict[str, Any]:

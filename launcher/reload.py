@@ -14,6 +14,8 @@ from unisono.workers.config import WorkerConfig
 
 _FREE = ("dtype", "bos_token_id", "eos_token_ids")
 """Of a ModelConfig: what weights of the same architecture and shapes may differ in."""
+_OF_DRAFTS = ("num_mtp_layers", "mtp_embedding", "mtp_head")
+"""What they may differ in, too, where nothing drafts: tuned weights often come without."""
 
 
 def reload_order(name: str, worker: WorkerConfig) -> Reload:
@@ -34,7 +36,7 @@ def reload_order(name: str, worker: WorkerConfig) -> Reload:
         raise
     except ConfigError as error:
         raise CheckpointError(str(error)) from None
-    _check_same(name, model, worker.model)
+    _check_same(name, model, worker)
     if load_format != "random":
         check_checkpoint(
             source.path, ModelPartition.of(worker.model, worker.tp, drafts=worker.num_drafts > 0)
@@ -42,10 +44,11 @@ def reload_order(name: str, worker: WorkerConfig) -> Reload:
     return Reload(path=str(source.path), load_format=load_format)
 
 
-def _check_same(name: str, wanted: ModelConfig, running: ModelConfig) -> None:
+def _check_same(name: str, wanted: ModelConfig, worker: WorkerConfig) -> None:
+    free = _FREE if worker.num_drafts else (*_FREE, *_OF_DRAFTS)
     for field in fields(ModelConfig):
-        mine, theirs = getattr(running, field.name), getattr(wanted, field.name)
-        if field.name not in _FREE and mine != theirs:
+        mine, theirs = getattr(worker.model, field.name), getattr(wanted, field.name)
+        if field.name not in free and mine != theirs:
             raise CheckpointError(
                 f"{name}: {field.name} is {theirs!r}, and the model that runs has {mine!r}: "
                 "choose weights of the same architecture and shapes, or start another LLM"

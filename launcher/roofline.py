@@ -22,6 +22,7 @@ from unisono.models.partition import ModelPartition
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
+_MTP_EMBEDDING = "mtp.embed_tokens.weight"
 _EXPERTS = ".mlp.experts."
 
 
@@ -73,6 +74,7 @@ def weight_sizes(partition: ModelPartition, rank: int, item_bytes: int) -> dict[
 def read_bytes(config: ModelConfig, sizes: Mapping[str, int]) -> int:
     """Bytes of the tensors with these `weight_sizes` that a step reads."""
     unread = 0 if config.tie_word_embeddings else sizes[_EMBEDDING]
+    unread += sizes.get(_MTP_EMBEDDING, 0)
     if experts := config.experts:
         mixture = sum(size for name, size in sizes.items() if _EXPERTS in name)
         unread += mixture - mixture * experts.num_experts_per_tok // experts.num_experts
@@ -107,22 +109,28 @@ def draft_bytes(
     partition: ModelPartition, rank: int, item_bytes: int, num_rows: int, num_keys: float
 ) -> float:
     """Bytes that `rank` reads to draft one token behind each of `num_rows` rows: the layer that
-    drafts, its keys and values, and the head once more."""
+    drafts, its keys and values, and the head once more unless it has its own."""
     config = partition.config
     sizes = weight_sizes(ModelPartition.of(config, partition.ranks, drafts=True), rank, item_bytes)
-    head = sizes[_EMBEDDING if config.tie_word_embeddings else _HEAD]
+    head = 0 if config.mtp_head else sizes[_EMBEDDING if config.tie_word_embeddings else _HEAD]
     layer = read_bytes(config, sizes) - weight_bytes(partition, rank, item_bytes)
     return layer + head + num_rows * num_keys * partition.kv_elements(rank) * item_bytes
 
 
 def answers_bytes(
-    partition: ModelPartition, items: Items, lengths: Sequence[tuple[int, int]]
+    partition: ModelPartition,
+    items: Items,
+    lengths: Sequence[tuple[int, int]],
+    num_drafts: int = 0,
 ) -> list[float]:
     """Bytes that each rank reads at least to decode requests of (prompt, answer) tokens.
 
-    The first token of an answer comes with the prompt, which is not counted.
+    The first token of an answer comes with the prompt, which is not counted. With `num_drafts`
+    behind each row as many tokens share what their step reads, if all are right; what making them
+    reads is left out.
     """
-    num_steps = max(answer for _, answer in lengths) - 1
+    shared = 1 + num_drafts
+    num_steps = -(-(max(answer for _, answer in lengths) - 1) // shared)
     windows = Counter(_windows(partition.config))
     num_tokens = sum(answer - 1 for _, answer in lengths)
     seen = sum(
@@ -132,8 +140,8 @@ def answers_bytes(
     )
     return [
         num_steps * weight_bytes(partition, rank, items.model)
-        + seen * partition.kv_elements(rank) * items.model
-        + num_tokens * 2 * partition.state_bytes(rank, *items)
+        + seen / shared * partition.kv_elements(rank) * items.model
+        + num_tokens / shared * 2 * partition.state_bytes(rank, *items)
         for rank in range(partition.ranks)
     ]
 

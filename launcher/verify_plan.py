@@ -192,7 +192,7 @@ AXES = (
     Axis(
         name="speculate",
         plain="off",
-        show=lambda value: f"{value} drafts",
+        show=lambda value: f"{value} draft{'s' * (value != '1')}",
         engine=lambda setting: {"speculate": setting.speculate},
         missed=_missed_drafts,
     ),

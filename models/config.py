@@ -119,6 +119,10 @@ class ModelConfig:
     num_mtp_layers: int = 0
     """Layers of its own that draft tokens (multi-token prediction), where the checkpoint has
     them. The first is used: attention, with an MLP of the kind that layer 0 has."""
+    mtp_embedding: bool = False
+    """That layer reads tokens from an embedding of its own, not from the model's."""
+    mtp_head: bool = False
+    """What it makes goes through a head of its own, not through the model's."""
 
     @property
     def is_hybrid(self) -> bool:

@@ -18,8 +18,8 @@ from unisono.models.gguf_config import read_gguf_config
 from unisono.models.headers import has_safetensors, read_headers, same_bytes
 from unisono.models.hybrid_config import (
     WITH_DELTA_NETS,
-    num_mtp_layers,
     text_fields,
+    with_drafter,
     with_hybrid_fields,
 )
 from unisono.models.registry import family_of
@@ -34,8 +34,8 @@ def read_model_config(path: Path, *, use_headers: bool = True) -> ModelConfig:
     """Read the configuration of the checkpoint at `path`: a directory or a GGUF file.
 
     Weights are not read, their headers are: they say whether the checkpoint has a head of its
-    own. Without `use_headers` the weight files of a directory are not looked at. Raises
-    ConfigError (CheckpointError for the headers) with one line.
+    own, and a drafter. Without `use_headers`, where weights will be random, the weight files of a
+    directory are not looked at. Raises ConfigError (CheckpointError for the headers) with one line.
     """
     if path.is_dir():
         return _read_directory(path, use_headers)
@@ -54,8 +54,8 @@ def _read_directory(directory: Path, use_headers: bool) -> ModelConfig:
     config = _read_fields(family, fields, _read_generation_config(directory))
     # A directory without weights can still be inspected; loading it is what fails.
     headers = read_headers(directory) if use_headers and has_safetensors(directory) else {}
-    config = replace(config, num_mtp_layers=num_mtp_layers(family, fields, headers))
-    return _settle_dtype(_settle_head(config, headers), fields, headers)
+    config = with_drafter(_settle_head(config, headers), fields, headers if use_headers else None)
+    return _settle_dtype(config, fields, headers)
 
 
 def _read_json_object(path: Path) -> Mapping[str, object]:

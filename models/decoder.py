@@ -87,14 +87,17 @@ class Decoder:
 
         Pair i has `token_ids`[i] (int64), the token behind position `batch.positions`[i], and
         `hidden`[i], the state there: what `forward` returned or, where a draft follows a draft,
-        this. `draft_logits` of row i are those of the token behind that one. Keys and values go
-        to `cache` at the pair's position, which lies below max_model_len; of `batch` only
-        positions, slot_mapping and attention count.
+        what `draft` did. `draft_logits` of row i are those of the token behind that one. Keys and
+        values go to `cache` at the pair's position, which lies below max_model_len; of `batch`
+        only positions, slot_mapping and attention count.
         """
         assert self.mtp is not None, "the partition has no drafts"
         rope = self._rope.at(batch.positions)
-        return self.mtp(self.embed(token_ids), hidden, rope, batch, cache)
+        embed = self.mtp.embed or self.embed
+        return self.mtp(embed(token_ids), hidden, rope, batch, cache)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] that `draft` returned -> fp32 logits [R, this rank's vocabulary rows]."""
-        return self.head(hidden)
+        assert self.mtp is not None, "the partition has no drafts"
+        head = self.mtp.head or self.head
+        return head(hidden)

@@ -129,7 +129,7 @@ def check_weights(
     wanted = {spec.name: spec.shape for spec in partition.weights(0)}
     patterns = (*ignored, *FAMILIES[config.family].ignored)
     if partition.drafts:
-        # An embedding or a head of the drafter's own would be among what is not known.
+        # What is not known of a drafter, left out, might cost every draft.
         patterns = tuple(FURTHER_MTP_LAYERS if each == MTP_TENSORS else each for each in patterns)
     if config.tie_word_embeddings:
         patterns += ("lm_head.weight",)

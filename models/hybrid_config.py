@@ -14,6 +14,7 @@ from unisono.models.config import ConfigError, DeltaConfig, ExpertsConfig, Model
 from unisono.models.config_defaults import DEFAULTS
 from unisono.models.fields import Fields
 from unisono.models.registry import FAMILIES
+from unisono.models.weight_specs import MTP_EMBEDDING, MTP_HEAD
 
 WITH_DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Families whose layers may be gated delta nets, and whose attention has an output gate."""
@@ -23,6 +24,8 @@ _OF_THE_WRAPPER = (
     *("quantization_config", "compression_config"),
 )
 """Fields that a wrapper may give for its language model too; then they decide."""
+_ANNOUNCED = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+"""Fields that may say how many layers a drafter has; the first that is there."""
 _DRAFTER_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
@@ -67,14 +70,29 @@ def with_hybrid_fields(config: ModelConfig, fields: Fields) -> ModelConfig:
     return config
 
 
-def num_mtp_layers(family: str, fields: Fields, tensors: Iterable[str]) -> int:
-    """Return how many layers of a drafter the checkpoint has, whatever it announces.
+def with_drafter(config: ModelConfig, fields: Fields, tensors: Iterable[str] | None) -> ModelConfig:
+    """Return `config` with the drafter that the `tensors` of the checkpoint are of, whatever it
+    announces; None: weights will be random, and there is the one that is announced.
 
-    A drafter with an embedding of its own is none that the language model could share its with.
+    One that was trained on an embedding of its own, which is not there, is of no use.
     """
-    if fields.flag("mtp_use_dedicated_embeddings", False) or family not in WITH_DELTA_NETS:
-        return 0
-    return len({match[1] for name in tensors if (match := _DRAFTER_LAYER.match(name))})
+    own_embedding = fields.flag("mtp_use_dedicated_embeddings", False)
+    if config.family not in WITH_DELTA_NETS:
+        return config
+    if tensors is None:
+        counts = (fields.whole_or_none(name, least=0) for name in _ANNOUNCED)
+        count = next((count for count in counts if count is not None), 0)
+        return replace(config, num_mtp_layers=count, mtp_embedding=own_embedding and count > 0)
+    names = {name for name in tensors if name.startswith("mtp.")}
+    layers = {match[1] for name in names if (match := _DRAFTER_LAYER.match(name))}
+    if not layers or (own_embedding and MTP_EMBEDDING not in names):
+        return config
+    return replace(
+        config,
+        num_mtp_layers=len(layers),
+        mtp_embedding=MTP_EMBEDDING in names,
+        mtp_head=MTP_HEAD in names,
+    )
 
 
 def _read_experts(config: ModelConfig, fields: Fields) -> ExpertsConfig | None:

@@ -14,6 +14,8 @@ from unisono.models.config import DeltaConfig, ModelConfig
 
 Range = tuple[int, int]
 """Half-open."""
+MTP_EMBEDDING, MTP_HEAD = "mtp.embed_tokens.weight", "mtp.lm_head.weight"
+"""Of a layer that drafts, where it has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +102,12 @@ def weight_specs(config: ModelConfig, held: Held, drafts: bool) -> Iterator[Weig
 def _mtp(config: ModelConfig, held: Held) -> Iterator[WeightSpec]:
     """Of several layers the first, which drafts the whole chain; its MLP is that of layer 0.
 
-    Embedding and head are the model's: these families store no others.
+    Embedding and head are the model's unless the checkpoint has others for it.
     """
     hidden = config.hidden_size
+    for name, is_there in ((MTP_EMBEDDING, config.mtp_embedding), (MTP_HEAD, config.mtp_head)):
+        if is_there:
+            yield WeightSpec(name, (config.vocab_size, hidden), 0, *held.vocab)
     yield WeightSpec("mtp.fc.weight", (hidden, 2 * hidden))
     yield _norm(config, "mtp.pre_fc_norm_embedding", hidden)
     yield _norm(config, "mtp.pre_fc_norm_hidden", hidden)

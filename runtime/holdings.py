@@ -31,15 +31,12 @@ class Holdings:
         self._num_slots = num_slots
         self._free_slots = deque(range(1, num_slots + 1))
 
-    def restart(self) -> None:
-        """Everything is free and nothing can be found: the ranks' memory is gone."""
-        self.blocks = BlockLedger(self.blocks.num_blocks)
-        self.states = StateLedger(self.states.num_slots)
-        self._free_slots = deque(range(1, self._num_slots + 1))
-
-    def anew(self, num_blocks: int, prefix_cache: bool) -> Holdings:
-        """Empty ones of another size, for as many requests and states."""
-        return Holdings(num_blocks, self._num_slots, self.states.num_slots, prefix_cache)
+    def anew(self, num_blocks: int = 0, prefix_cache: bool | None = None) -> Holdings:
+        """Empty ones, in which all is free and nothing can be found, for as many requests and
+        states; otherwise as these unless it is said."""
+        size = num_blocks or self.blocks.num_blocks
+        finds = self._prefix_cache if prefix_cache is None else prefix_cache
+        return Holdings(size, self._num_slots, self.states.num_slots, finds)
 
     def admit(self, request: Request) -> bool:
         """Seat `request` with blocks for all its tokens so far; False if there is no room."""
@@ -70,6 +67,7 @@ class Holdings:
         names = self.name_blocks(request, count)
         found = self.blocks.cache.find(names[:count])
         if self.is_hybrid:
+            request.num_common = len(found)
             found = found[: self.states.find(names[: len(found)])]
             if found and not self.states.can_take(self.states.snapshot(names[len(found) - 1])):
                 return []  # its own state will take the snapshot's place
@@ -93,21 +91,22 @@ class Holdings:
         request.num_published = num_full
 
     def begin_saves(self, rows: Iterable[PlannedRow]) -> list[Save]:
-        """Snapshots to save in a step: of the last border that each prompt row reaches."""
-        if not (self.is_hybrid and self._prefix_cache):
-            return []
-        saves = [self.begin_save(row) for row in rows if row.phase != Phase.DECODE]
+        """Snapshots to save in a step: where a prompt leaves what others have, too, and of the last
+        border that each prompt row passes, as far as there is room."""
+        prompts = [row for row in rows if self.is_hybrid and row.phase != Phase.DECODE]
+        common = [self.begin_save(row, row.request.num_common) for row in prompts]
+        saves = common + [self.begin_save(row, row.start + row.count) for row in prompts]
         return [save for save in saves if save is not None]
 
-    def begin_save(self, row: PlannedRow) -> Save | None:
-        """The snapshot of the last border that a prompt row reaches, if one can be saved."""
-        request = row.request
-        count = min(row.start + row.count, request.num_prompt_tokens) // BLOCK_SIZE
-        if count * BLOCK_SIZE <= row.start:
+    def begin_save(self, row: PlannedRow, most: int) -> Save | None:
+        """The snapshot of the last of `most` borders that a prompt row passes: not of the prompt's
+        own end, where the same prompt again would have nothing to compute."""
+        request, last = row.request, min(row.start + row.count, row.request.num_prompt_tokens - 1)
+        count = min(most, last // BLOCK_SIZE)
+        if not self._prefix_cache or count * BLOCK_SIZE <= row.start:
             return None
         name = self.name_blocks(request, count)[count - 1]
-        state = self.states.begin_save(name)
-        if not state:
+        if not (state := self.states.begin_save(name)):
             return None
         return Save(slot=request.slot, length=count * BLOCK_SIZE, state=state, name=name)
 

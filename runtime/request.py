@@ -68,6 +68,8 @@ class Request:
     """Its recurrent state on the workers; 0: the model has none."""
     restored: int = 0
     """The snapshot that its state started from; 0: it started empty."""
+    num_common: int = 0
+    """Its first blocks that others have, too, whether or not their state was saved."""
     num_admissions: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache spared it when it was first admitted."""

@@ -154,7 +154,7 @@ class Scheduler:
             self._holdings.unseat(request)
             self._enqueue(request)
         self._running = []
-        self._holdings.restart()
+        self._holdings = self._holdings.anew()
         for request in self._waiting:
             request.block_names = []  # of the old cache's salt
 

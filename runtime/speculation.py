@@ -72,9 +72,9 @@ class AutoDrafts:
         for drafts in range(self.most, -1, -1):
             if size.tries[drafts] < _TRIES:
                 return drafts
-        turn, is_look = divmod(size.steps, _LOOK_EVERY)
-        if not is_look:
-            return turn % (self.most + 1)
+        num_looks, since_look = divmod(size.steps, _LOOK_EVERY)
+        if not since_look:
+            return num_looks % (self.most + 1)
         return max(range(self.most + 1), key=lambda drafts: self._speed(size, drafts))
 
     def note(self, num_rows: int, drafts: int, counts: Sequence[int], seconds: float) -> None:

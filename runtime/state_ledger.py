@@ -40,10 +40,8 @@ class StateLedger:
 
     def find(self, names: Sequence[bytes]) -> int:
         """Return how many of a request's block `names` the longest snapshot covers; 0: none."""
-        for count in range(len(names), 0, -1):
-            if names[count - 1] in self._snapshots:
-                return count
-        return 0
+        counts = range(len(names), 0, -1)
+        return next((count for count in counts if names[count - 1] in self._snapshots), 0)
 
     def snapshot(self, name: bytes) -> int:
         """Return the slot of the snapshot `name`."""

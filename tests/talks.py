@@ -24,8 +24,12 @@ SAID = (
 
 
 @cache
+def ids_of(text: str) -> list[int]:
+    return Tokenizer.load(resolve_model("tiny-mtp")).encode(text)
+
+
 def said(turn: int) -> list[int]:
-    return Tokenizer.load(resolve_model("tiny-mtp")).encode(SAID[turn % len(SAID)])
+    return ids_of(SAID[turn % len(SAID)])
 
 
 def assert_drafts_change_no_turn(num_tokens: int, options: Mapping[str, Any]) -> None:

@@ -1006,6 +1006,9 @@ def test_biases_penalties_and_late_ends_hold_at_every_position(tmp_path: Path) -
     for answer in answers[1:]:
         assert len(answer.token_ids) > 8
         assert not {*answer.token_ids[:8]} & {*ends}
+    assert min(len(answer.token_ids) for answer in answers[1:]) == 9, (
+        "not a token later than it may"
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -114,6 +114,34 @@ def test_a_hit_starts_from_a_snapshot(num_states: int, max_step_tokens: int) -> 
     assert engine.num_cached_tokens[5] in (64, 128)
 
 
+@pytest.mark.parametrize("length", [191, 192, 193])
+def test_the_same_prompt_again_hits_wherever_it_ends(length: int) -> None:
+    """On a border, too: then from the one before, for its last token is always computed."""
+    prompt = random_ids(length, CONFIG.vocab_size)
+    engine = RecurrentEngine(**MOST, max_requests=2)
+    first, again = tokens_of(engine.generate([prompt] * 2, 20, arrivals=[0, 30]))
+    assert engine.num_cached_tokens == [0, (length - 1) // 64 * 64]
+    assert first == again
+
+
+@pytest.mark.parametrize(
+    ("max_step_tokens", "num_states", "cached"),
+    [(64, 8, [0, 192, 192]), (2048, 8, [0, 0, 192]), (64, 2, [0, 0, 0]), (2048, 2, [0, 0, 192])],
+)
+def test_whoever_begins_as_two_others_did_starts_from_there(
+    max_step_tokens: int, num_states: int, cached: list[int]
+) -> None:
+    """A state is saved where the second prompt leaves what the first has, too, if there is room:
+    where one snapshot is kept, every chunk replaces it."""
+    stem = random_ids(200, CONFIG.vocab_size)
+    asked = [stem + random_ids(120, CONFIG.vocab_size, seed=own) for own in (1, 2, 3)]
+    limits = {"max_requests": 1, "max_in_flight": 1, "max_step_tokens": max_step_tokens}
+    engine = RecurrentEngine(**MOST, **limits, num_states=num_states)
+    got = engine.generate(asked, 20, arrivals=[0, 40, 80])
+    assert engine.num_cached_tokens == cached
+    assert tokens_of(got) == alone(asked, 20)
+
+
 def test_sampled_answers_and_prompt_logprobs_too(plain: list[list[int]]) -> None:
     params = [
         SamplingParams(temperature=1.0, seed=index, top_k=50)
@@ -188,7 +216,7 @@ def opening(step: int, slots: Sequence[int], tokens: Sequence[Sequence[int]]) ->
 
 
 def test_a_prompt_of_one_token_starts_empty_and_touches_no_neighbour() -> None:
-    """B47: it is no decode of whatever its slot held before, nor of another's."""
+    """B34, B47: it is no decode of whatever its slot held before, nor of another's."""
     engine = RecurrentEngine(**MOST, max_requests=3, num_states=3)
     engine.step(opening(1, [1, 2, 3], [random_ids(n, 300, seed=n) for n in (70, 80, 5)]))
     [rank] = engine.ranks

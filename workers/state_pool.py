@@ -34,6 +34,7 @@ class StatePool:
         config, values = partition.config.delta, partition.value_heads.size(rank)
         assert config is not None, "the model has no recurrent state"
         pending = partition.pending_shapes(rank, num_drafts)
+        # Shape and dtype of the parts of a state, as `StateCache` has them.
         self._kinds: list[tuple[tuple[int, ...], torch.dtype]] = [
             ((config.conv_width - 1, partition.conv_channels(rank)), dtype),
             ((values, config.value_head_dim, config.key_head_dim), state_dtype),

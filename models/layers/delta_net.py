@@ -45,7 +45,7 @@ class DeltaNet:
             False,
         )
         self.conv = build.empty(mixed, 1, config.conv_width)
-        # Decay and its norm are applied in fp32, whatever the model's dtype.
+        # Applied in fp32, whatever the model's dtype. The decay is -exp(A_log) once it is packed.
         self.decay = build.empty(values, dtype=torch.float32)
         self.dt_bias = build.empty(values, dtype=torch.float32)
         self.norm = build.empty(self._value_dim, dtype=torch.float32)

@@ -12,18 +12,19 @@ from tests.tiny import random_ids, write_checkpoint
 from tests.tiny_tokenizers import byte_level_tokenizer
 from unisono import LLM, SamplingParams
 
-OPTIONS = {"max_requests": 2, "state_slots": 4, "max_step_tokens": 64}
+OPTIONS = {"max_requests": 2, "state_slots": 4, "max_step_tokens": 64, "speculate": 2}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("model")
-    write_checkpoint("qwen3.5", directory)
+    write_checkpoint("qwen3.5", directory, mtp=True)
     byte_level_tokenizer().save(str(directory / "tokenizer.json"))
     return str(directory)
 
 
 def test_it_closes_with_active_requests_and_starts_again(model: str) -> None:
+    """Drafting, with another request in the queue."""
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     prompts = [random_ids(length, seed=length) for length in (1, 70, 90, 5, 70)]
     llm = LLM(model, **OPTIONS)

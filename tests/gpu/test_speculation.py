@@ -78,7 +78,8 @@ def prompts() -> list[list[int]]:
 def test_drafts_in_graphs_answer_as_eager_ones(
     erring: tuple[Path, dict[str, Any]], num_drafts: int
 ) -> None:
-    """Heights padded and exact, requests that join and leave; then with the bits of logits."""
+    """B27: without any warm-up, graphs are captured as they are wanted. Heights padded and exact,
+    requests that join and leave; then with the bits of logits."""
     path, options = erring
     asked, arrivals = prompts(), [0, 0, 0, 2, 4, 6, 8]
     drawn = [SamplingParams(temperature=0.8 * (i % 2), seed=i) for i in range(len(asked))]

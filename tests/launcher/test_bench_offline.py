@@ -7,7 +7,6 @@ import json
 import pytest
 
 from tests.end_to_end import command
-from tests.launcher.fakes import CONFIG
 from tests.launcher.test_bench_step import bench as bench
 from unisono.launcher.bench_engine import Got
 from unisono.launcher.bench_offline import (
@@ -70,6 +69,8 @@ def test_a_line_tells_of_the_run_in_the_middle():
         "2x70x11: 2.50 s, 20 % of the floor; a request's first token after 0.30 s, then 150.0 ms a "
         "token (medians); 50 % of it waiting for the ranks, 2 pre-emptions"
     )
+    drafted = closing_line({**found, "right": [0.6, 0.5], "tokens_per_step": 1.906})
+    assert drafted == closing_line(found) + ", 1.91 tokens a row and step"
     assert len(line_of(found)) <= WIDTH
     assert len(titles()) - len("digest") == len(line_of(found)) - 16
 
@@ -97,6 +98,8 @@ def test_a_line_tells_of_the_run_in_the_middle():
             "128: choose at most 64",
         ),
         (["--max-requests", "0"], "--max-requests 0: must be at least 1"),
+        (["--speculate", "9"], "--speculate 9: choose off, auto, 1, 2, 3, 4, 5, 6, 7 or 8"),
+        (["--speculate", "2", "--grid", "1x8x8"], "--speculate 2: drafts come from a layer of the"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_process_starts(bench, arguments, message):
@@ -106,11 +109,11 @@ def test_what_cannot_be_is_refused_before_any_process_starts(bench, arguments, m
 
 
 @pytest.mark.timeout(100)
-def test_a_grid_and_its_repeats_have_one_answer(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    options = ("--load-format", "random", "--device", "cpu", "--temperature", "0.9")
+def test_a_grid_and_its_repeats_have_one_answer():
+    """With drafts, which are told of."""
+    options = ("--speculate", "2", "--device", "cpu", "--temperature", "0.9")
     grid = ("--grid", "1x8x5,3x70x4", "--repeats", "2", "--warm-up", "1")
-    out, _ = command.run("bench", "offline", str(tmp_path), *options, *grid)
+    out, _ = command.run("bench", "offline", "tiny-mtp", *options, *grid)
     *table, last = out.splitlines()
     assert max(map(len, table)) <= WIDTH
     found = json.loads(last)
@@ -121,5 +124,19 @@ def test_a_grid_and_its_repeats_have_one_answer(tmp_path):
         assert len(line["runs_s"]) == 2
         assert 0 < line["waiting_for_ranks"] <= 1
         assert 0 < line["first_token_s"] < line["seconds"]
-    assert found["workload"] == "temperature 0.9, seed 0, weights random"
+        assert len(line["right"]) == 2
+        assert 1 <= line["tokens_per_step"] <= 3
+    assert found["workload"] == "temperature 0.9, seed 0, speculate 2, weights auto"
     assert found["numerics_of"].startswith("cpu float32 tp=1 attn=tiled numerics=exact")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(100)
+def test_drafts_change_no_digest():
+    asked = ("bench", "offline", "tiny-mtp", "--grid", "2x9x40", "--device", "cpu")
+    plain, drafting = (
+        json.loads(command.run(*asked, *options)[0].splitlines()[-1])
+        for options in ((), ("--speculate", "4"))
+    )
+    assert (plain["lines"][0]["right"], plain["lines"][0]["tokens_per_step"]) == ([], 1)
+    assert drafting["lines"][0]["digest"] == plain["lines"][0]["digest"]

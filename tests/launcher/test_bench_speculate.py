@@ -14,7 +14,9 @@ from unisono.launcher.bench_report import WIDTH
 from unisono.launcher.bench_speculate import (
     advice_of,
     line_of,
+    make_plan,
     recommended,
+    speculate_command,
     summary,
     titles,
 )
@@ -97,6 +99,13 @@ def test_what_cannot_be_is_refused(options, message, capsys):
     assert err.startswith("unisono: error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_none_to_eight_drafts_are_tried_unless_one_says():
+    asked = speculate_command.make_context("speculate", ["tiny-mtp"]).params
+    plan = make_plan(**asked)
+    assert [name for name, _ in plan.settings] == ["off", *map(str, range(1, 9))]
+    assert [each.worker.num_drafts for _, each in plan.settings] == [*range(9)]
 
 
 def test_a_model_that_cannot_draft_is_refused(capsys):

@@ -233,7 +233,7 @@ def test_illegal_values_are_refused_in_one_line(arguments, message):
         ({"tp": "2"}, "--tp '2': expected a whole number"),
         ({"tp": True}, "--tp True: expected a whole number"),
         ({"tp": 0}, "--tp 0: must be at least 1"),
-        ({"dtype": None}, "--dtype None: expected text"),
+        ({"dtype": None}, "--dtype None: choose auto, float32, bfloat16 or float16"),
         ({"temperature": 1.0}, "unknown option 'temperature': choose from tp, dtype"),
         ({"model": "x"}, "unknown option 'model': choose from tp, dtype"),
         (

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 
 from tests.launcher.fakes import write_checkpoint
+from unisono.launcher.model_source import resolve_model
 from unisono.launcher.reload import reload_order
 from unisono.launcher.resolve import prepare
 from unisono.models.config import ConfigError
@@ -50,6 +53,23 @@ def test_another_model_is_refused_by_the_field(
     other = write_checkpoint(tmp_path / "other", **changes)
     with pytest.raises(CheckpointError, match=f"^{re.escape(f'{other}: {said}')}.*$"):
         reload_order(str(other), running)
+
+
+def test_weights_without_a_drafter_do_where_nothing_drafts(tmp_path: Path) -> None:
+    source = resolve_model("tiny-mtp").path
+    plain, drafting = (
+        prepare("tiny-mtp", {"device": "cpu", "speculate": drafts}, {}).worker for drafts in (0, 2)
+    )
+    shutil.copytree(source, tmp_path / "tuned")
+    file = tmp_path / "tuned" / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    kept = {name: value for name, value in tensors.items() if not name.startswith("mtp.")}
+    assert len(kept) < len(tensors)
+    safetensors.torch.save_file(kept, file)
+    tuned = str(tmp_path / "tuned")
+    assert reload_order(tuned, plain) == Reload(path=tuned, load_format="auto")
+    with pytest.raises(CheckpointError, match="num_mtp_layers is 0, and the model that runs has 1"):
+        reload_order(tuned, drafting)
 
 
 def test_files_that_are_missing_or_damaged_are_refused(

@@ -307,11 +307,14 @@ def test_drafts_need_a_layer_that_makes_them() -> None:
     assert worker_of({"speculate": "off"}).num_drafts == 0
     drafting = {"num_mtp_layers": 1}
     assert worker_of({"speculate": "5"}, **drafting).num_drafts == 5
+    # 0 is another word for off, and Python has numbers.
+    assert worker_of({"speculate": "0"}) == worker_of({"speculate": 0}) == worker_of({})
+    assert worker_of({"speculate": 5}, **drafting) == worker_of({"speculate": "5"}, **drafting)
     assert worker_of({"speculate": "auto"}, **drafting).num_drafts == 3
     with pytest.raises(ConfigError, match=r"--speculate 9: choose off, auto, 1, 2, .* or 8"):
         worker_of({"speculate": "9"}, **drafting)
     # B42: each number works (tests/test_speculation.py) or is refused, with the limit.
-    for refused in ("0", "13", "-1", "none"):
+    for refused in ("00", "13", "-1", "none", 9, -1, 2.0, True):
         with pytest.raises(ConfigError, match=rf"--speculate {refused}: choose off, .* 7 or 8"):
             worker_of({"speculate": refused}, **drafting)
     assert model.num_mtp_layers == 0

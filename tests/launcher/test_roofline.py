@@ -73,6 +73,14 @@ def test_a_step_reads_and_writes_the_state_of_each_row(state_dtype, ranks):
         for rank in range(ranks)
     ]
     assert answers_bytes(model, items, lengths) == pytest.approx(wanted)
+    # Two more tokens a step: one step of three, whose rows read their states once.
+    shared = [
+        weight_bytes(model, rank, 2)
+        + 2 * state
+        + sum(kv_bytes(model, rank, 2, keys) for keys in (4, 5, 6)) / 3
+        for rank in range(ranks)
+    ]
+    assert answers_bytes(model, items, lengths, num_drafts=2) == pytest.approx(shared)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -124,6 +132,9 @@ def test_a_draft_reads_a_layer_and_the_head_again():
     assert draft_bytes(whole, 0, 2, 3, 100) == layer + 2 * 2048 * 256 + keys
     [none], [two] = (step_bytes(whole, BF16, 3, 100, num_drafts=n) for n in (0, 2))
     assert two - none == 2 * draft_bytes(whole, 0, 2, 3, 100)
+    # A head of its own is as large; of an embedding of its own it reads a few rows.
+    own = replace(model, mtp_embedding=True, mtp_head=True)
+    assert draft_bytes(ModelPartition.of(own, 1), 0, 2, 3, 100) == layer + 2 * 2048 * 256 + keys
 
 
 def test_ranks_share_a_memory_or_have_their_own():

@@ -338,6 +338,7 @@ def test_graphs_are_tried_where_there_are_any(
         (None, 1, ("off", "3")),
         ("off", 1, ("off",)),
         ("1,auto", 1, ("off", "1", "auto")),
+        ("0,1,8", 1, ("off", "1", "8")),
         ("2", 0, ("off", "2")),  # refused with the model, as everywhere
     ],
 )

@@ -310,9 +310,38 @@ def test_the_tensors_say_how_many_layers_draft(layers: int, tmp_path: Path) -> N
     tensors = {name: torch.zeros(2) for name in names}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
     assert read_model_config(directory).num_mtp_layers == layers
-    assert read_model_config(directory, use_headers=False).num_mtp_layers == 0
     written(tmp_path, "qwen3_5", mtp_use_dedicated_embeddings=True)
     assert read_model_config(directory).num_mtp_layers == 0
+
+
+def test_where_weights_are_random_there_is_the_drafter_that_is_announced(tmp_path: Path) -> None:
+    def drafter(family: str, **fields: Any) -> tuple[int, bool]:
+        config = read_model_config(written(tmp_path, family, **fields), use_headers=False)
+        return config.num_mtp_layers, config.mtp_embedding
+
+    assert drafter("qwen3_5", mtp_num_hidden_layers=2) == (2, False)
+    assert drafter("qwen3_5", mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=True) == (1, 1)
+    assert drafter("qwen3_5", mtp_use_dedicated_embeddings=True) == (0, False)
+    assert drafter("qwen3_next", num_nextn_predict_layers=1) == (1, False)
+    assert drafter("qwen3_moe", num_nextn_predict_layers=1) == (0, False)
+
+
+@pytest.mark.parametrize("announced", [False, True])
+@pytest.mark.parametrize("own", [(), ("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head")])
+def test_the_tensors_say_what_a_drafter_has_of_its_own(
+    own: tuple[str, ...], announced: bool, tmp_path: Path
+) -> None:
+    """B49: by key. An embedding that is announced and not there could not be replaced."""
+    written(tmp_path, "qwen3_5", mtp_use_dedicated_embeddings=announced)
+    names = ["model.embed_tokens", "mtp.layers.0.a", *(f"mtp.{name}" for name in own)]
+    tensors = {f"{name}.weight": torch.zeros(2) for name in names}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    config = read_model_config(tmp_path)
+    found = (config.num_mtp_layers, config.mtp_embedding, config.mtp_head)
+    if announced and "embed_tokens" not in own:
+        assert found == (0, False, False)
+    else:
+        assert found == (1, "embed_tokens" in own, "lm_head" in own)
 
 
 @pytest.mark.parametrize(

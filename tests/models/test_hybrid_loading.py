@@ -31,6 +31,7 @@ from unisono.models.partition import ModelPartition
 from unisono.models.random_weights import fill_random, open_weights
 from unisono.models.weight_specs import WeightSpec
 
+OWN = ("embed_tokens", "lm_head")
 WITH_EXPERTS = [name for name in HYBRIDS if name != "qwen3.5"]
 
 
@@ -83,6 +84,16 @@ def test_ranks_together_hold_the_tensors_of_the_file(saved: Path, ranks: int) ->
 def test_ranks_that_draft_hold_the_mtp_layer_too(drafting: Path, ranks: int) -> None:
     assert any(name.startswith("mtp.") for name in tensors_of(drafting))
     assert_all_is_held(drafting, ranks)
+
+
+def test_and_its_embedding_and_head_where_it_has_its_own(tmp_path: Path) -> None:
+    model = write_checkpoint("qwen3.5", tmp_path, mtp=True)
+    own = {f"mtp.{name}.weight": torch.randn(model.lm_head.weight.shape) for name in OWN}
+    add_tensors(tmp_path, own)
+    assert_all_is_held(tmp_path, 3)
+    # Who does not draft does without.
+    partition = ModelPartition.of(read_model_config(tmp_path), 3)
+    assert {*own} < {*check_weights(read_headers(tmp_path), partition)}
 
 
 def assert_all_is_held(saved: Path, ranks: int) -> None:
@@ -194,9 +205,9 @@ def test_whoever_drafts_reads_one_mtp_layer_and_names_the_others(drafting: Path)
     assert {*check_weights(headers, drafts)} == further
 
 
-@pytest.mark.parametrize("name", ["embed_tokens", "lm_head", "shared_head.head", "layers.0.x"])
+@pytest.mark.parametrize("name", ["output", "shared_head.head", "layers.0.x"])
 def test_what_a_drafter_is_not_known_to_have_is_refused(name: str, drafting: Path) -> None:
-    """B49: another embedding or head than the model's, left out, would cost every draft."""
+    """B49: another head than the model's, left out, would cost every draft."""
     config, headers = read_model_config(drafting), read_headers(drafting)
     headers[f"mtp.{name}.weight"] = headers["model.embed_tokens.weight"]
     assert f"mtp.{name}.weight" in check_weights(headers, ModelPartition.of(config, 1))

@@ -70,6 +70,8 @@ def hybrids(draw: st.DrawFn) -> ModelConfig:
         o_bias=draw(st.booleans()),
         tie_word_embeddings=draw(st.booleans()),
         num_mtp_layers=draw(st.integers(0, 2)),
+        mtp_embedding=draw(st.booleans()),
+        mtp_head=draw(st.booleans()),
     )
 
 
@@ -294,6 +296,8 @@ def test_the_mtp_layer_is_attention_with_the_mlp_of_layer_0() -> None:
     mixed = ExpertsConfig(num_experts=3, num_experts_per_tok=2, width=24, dense_layers=(0,))
     assert mtp_names(hybrid(num_mtp_layers=1, experts=mixed)) == names(dense)
     assert mtp_names(hybrid()) == set()
+    own = hybrid(num_mtp_layers=1, experts=None, mtp_embedding=True, mtp_head=True)
+    assert mtp_names(own) == names(dense) | {"embed_tokens.weight", "lm_head.weight"}
 
 
 def test_the_projection_of_pairs_and_its_norms_are_whole_on_every_rank() -> None:

@@ -16,7 +16,7 @@ from tests.closeness import assert_close, assert_same_bits
 from tests.copying import write_copying_mtp
 from tests.models.draft_rig import DraftingRank, on_ranks
 from tests.rig import CPU
-from tests.tiny import DRAFTING, oracle_mtp, random_ids, write_checkpoint
+from tests.tiny import DRAFTING, add_tensors, oracle_mtp, random_ids, write_checkpoint
 from unisono.models.config_reader import read_model_config
 from unisono.models.interface import Build
 from unisono.models.partition import ModelPartition
@@ -56,7 +56,7 @@ def oracle(model: Any, mtp: Any, ids: list[int]) -> tuple[Tensor, list[int], Ten
         if i:
             place, token = torch.tensor([[len(ids) - 1 + i]]), torch.tensor([drafts[-1:]])
             hidden = mtp.forward_layer(0, hidden[:, -1:], place, cache, input_ids=token)
-        rows.append(model.lm_head(hidden[0, -1:]))
+        rows.append(mtp.shared_head(hidden[0, -1:]))
         drafts.append(int(rows[-1].argmax()))
     return states[0], drafts, torch.cat(rows)
 
@@ -80,6 +80,51 @@ def test_pairs_and_chains_equal_transformers_and_ranks_each_other(saved: tuple[P
             assert_close(f"states of {rank} of {ranks}", cut, alone[0], RANKS)
             assert_close(f"draft logits of {rank} of {ranks}", cut_logits, alone[2], RANKS)
             assert cut_drafts == drafts
+
+
+@pytest.mark.parametrize("own", [("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head")])
+def test_an_embedding_and_a_head_of_its_own(own: tuple[str, ...], tmp_path: Path) -> None:
+    """B49: each is bound by its key, beside a model whose embedding is its head."""
+    model = write_checkpoint("qwen3.5", tmp_path, mtp=True)
+    ids, shape = random_ids(70, model.config.vocab_size), model.lm_head.weight.shape
+    torch.manual_seed(3)
+    tables = {name: torch.randn(shape) / 4 for name in own}
+    add_tensors(tmp_path, {f"mtp.{name}.weight": table for name, table in tables.items()})
+    config = read_model_config(tmp_path)
+    assert config.tie_word_embeddings
+    assert (config.mtp_embedding, config.mtp_head) == ("embed_tokens" in own, "lm_head" in own)
+    mtp = oracle_mtp(model)
+    if config.mtp_embedding:
+        mtp.embed_tokens = torch.nn.Embedding.from_pretrained(tables["embed_tokens"])
+    if config.mtp_head:
+        mtp.shared_head = torch.nn.Linear(*shape[::-1], bias=False)
+        mtp.shared_head.weight = torch.nn.Parameter(tables["lm_head"])
+    states, drafts, logits = oracle(model, mtp, ids)
+
+    def ours(rank: DraftingRank) -> tuple[Tensor, list[int], Tensor]:
+        hidden = rank.forward(ids)[:-1]
+        return rank.draft(ids[1:], hidden), *rank.chain(ids, hidden, CHAIN)
+
+    for ranks in (1, 3):
+        for ours_states, ours_drafts, ours_logits in on_ranks(tmp_path, ranks, ours):
+            assert_close("states", ours_states, states, ORACLE)
+            assert_close("draft logits", ours_logits, logits, ORACLE)
+            assert ours_drafts == drafts
+
+
+def test_a_head_of_its_own_that_is_the_models_too_drafts_the_same(tmp_path: Path) -> None:
+    """B49."""
+    path, ids = tmp_path / "model", random_ids(20)
+    model = write_checkpoint("qwen3-next", path, mtp=True)
+
+    def run(rank: DraftingRank) -> Tensor:
+        return rank.chain(ids, rank.forward(ids)[:-1], CHAIN)[1]
+
+    [shared] = on_ranks(path, 1, run)
+    add_tensors(path, {"mtp.lm_head.weight": model.lm_head.weight.detach()})
+    assert read_model_config(path).mtp_head
+    [own] = on_ranks(path, 1, run)
+    assert_same_bits("draft logits", own, shared)
 
 
 def test_the_names_are_those_that_transformers_reads(saved: tuple[Path, Any]) -> None:

@@ -10,7 +10,14 @@ from itertools import cycle
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.runtime.fakes import FakeWorker, expected, next_token, request, scheduler
+from tests.runtime.fakes import (
+    FakeWorker,
+    Scripted,
+    expected,
+    next_token,
+    request,
+    scheduler,
+)
 from unisono.runtime.protocol import RequestRejected
 from unisono.runtime.request import Request, blocks_for
 from unisono.runtime.scheduler import Scheduler
@@ -65,6 +72,7 @@ class Checker(RuleBasedStateMachine):
         max_in_flight=st.sampled_from([2, 1, 2, 3]),
         num_drafts=st.sampled_from([0, 0, 1, 2, 5, 8]),
         num_snapshots=st.sampled_from([None, 1, 0, 1, 4]),
+        script=st.sampled_from([(), (8, 0, 3), (), (0, 8, 8, 1), (2, 5)]),
     )
     def start(
         self,
@@ -74,9 +82,12 @@ class Checker(RuleBasedStateMachine):
         max_in_flight: int,
         num_drafts: int,
         num_snapshots: int | None,
+        script: tuple[int, ...],
     ) -> None:
+        """`script`: how many drafts steps have in turn, as far as they may; empty: all they may."""
         self.num_blocks, self.max_step_tokens = num_blocks, max_step_tokens
         self.num_slots, self.num_drafts = max_requests, num_drafts
+        numbers = [min(number, num_drafts) for number in script]
         self.num_states = 0 if num_snapshots is None else max_requests + num_snapshots
         self.plans = scheduler(
             num_blocks,
@@ -87,6 +98,7 @@ class Checker(RuleBasedStateMachine):
             max_in_flight=max_in_flight,
             num_drafts=num_drafts,
             num_states=self.num_states,
+            policy=Scripted(cycle(numbers)) if numbers else None,
         )
         self._start_worker()
         self.sound = True
@@ -301,6 +313,8 @@ class Checker(RuleBasedStateMachine):
             {*plan.open_restore, *plan.save_state, *(worker.state_of[slot] for slot in slots)},
         )
         self.seen["ahead"] += bool(self.due)
+        drafts = max(plan.rows.drafts, default=0)
+        self.seen["fewer than made"] += 0 < drafts < plan.num_proposals
         self.seen["accepted"] += sum(max(count - 1, 0) for count in counts)
         self.seen["in vain"] += counts.count(0)
         self.seen["restored"] += sum(map(bool, plan.open_restore))

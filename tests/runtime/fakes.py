@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
+from typing import Any
 from zlib import crc32
 
 from unisono.runtime.config import RuntimeConfig, RuntimeOrders
@@ -49,6 +50,8 @@ class FakeWorker:
         self.limits = [0] * (num_slots + 1)
         self.stop_ids: list[tuple[int, ...]] = [()] * (num_slots + 1)
         self.num_in_vain = 0
+        self.drafted = [0] * (num_slots + 1)
+        """Drafts that lie behind the newest token of each slot."""
 
     def step(self, plan: StepPlan) -> list[int]:
         """Run `plan`, which has no drafts, and no row in vain; the tokens of its sampling rows."""
@@ -67,6 +70,7 @@ class FakeWorker:
         for slot, length in zip(plan.open_slot, plan.open_length, strict=True):
             self.tokens[slot] = list(plan.open_tokens[start : start + length])
             self.tables[slot] = []
+            self.drafted[slot] = 0
             start += length
         for slot, recipe in zip(plan.open_slot, unpack_sampling(plan.open_sampling), strict=True):
             self.limits[slot] = recipe.max_length
@@ -81,17 +85,16 @@ class FakeWorker:
         rows = plan.rows
         assert len(set(rows.slot)) == len(rows.slot), "a slot is in a step twice"
         drafts = rows.drafts or [0] * len(rows)
-        saves = {
-            slot: (length, state)
-            for slot, length, state in zip(
-                plan.save_slot, plan.save_length, plan.save_state, strict=True
-            )
-        }
-        assert saves.keys() <= set(rows.slot), "a state is saved that no row computes"
+        saves: dict[int, list[tuple[int, int]]] = {slot: [] for slot in rows.slot}
+        for slot, *save in zip(plan.save_slot, plan.save_length, plan.save_state, strict=True):
+            assert slot in saves, "a state is saved that no row computes"
+            saves[slot].append((save[0], save[1]))
         answers = [
-            self._row(*row, accept, saves.get(row[0], (0, 0)))
+            self._row(*row, accept, saves[row[0]])
             for row in zip(rows.slot, rows.start, rows.count, rows.phase, drafts, strict=True)
         ]
+        for slot, answer in zip(rows.slot, answers, strict=True):
+            self.drafted[slot] = plan.num_proposals if answer else 0
         each = zip(answers, rows.phase, strict=True)
         told = [answer for answer, phase in each if phase != Phase.CHUNK]
         return [token for answer in told for token in answer], [len(answer) for answer in told]
@@ -104,7 +107,7 @@ class FakeWorker:
         phase: int,
         drafts: int,
         accept: Iterator[int],
-        save: tuple[int, int],
+        saves: list[tuple[int, int]],
     ) -> list[int]:
         assert slot > 0
         assert count > 0
@@ -116,10 +119,11 @@ class FakeWorker:
         if phase == Phase.DECODE:
             assert count == 1
             assert start <= len(tokens) - 1, "a row starts behind the newest token"
+            assert drafts <= self.drafted[slot], "drafts are checked that nobody made"
             start = len(tokens) - 1
         for at in range(start, start + count):
             self._write(slot, at)
-        self._keep_state(slot, start, start + count, save)
+        self._keep_state(slot, start, start + count, saves)
         if phase == Phase.CHUNK:
             return []
         assert len(tokens) == start + count
@@ -132,7 +136,7 @@ class FakeWorker:
             state = _hash(tokens[at : at + 1], state)
             tokens.append(state % VOCABULARY)
             self._write(slot, at)
-            self._keep_state(slot, at, at + 1, (0, 0))
+            self._keep_state(slot, at, at + 1, [])
         self._end(slot)
         for at in range(len(tokens) - 1, start + count + drafts):
             assert self._is_unwritten(self._place(slot, at)), "a place is written twice"
@@ -182,14 +186,13 @@ class FakeWorker:
             self.states[state] = self.states[restore] if restore else (0, self.weights)
             assert self.states[state] == wanted, "a snapshot of another prefix"
 
-    def _keep_state(self, slot: int, start: int, end: int, save: tuple[int, int]) -> None:
+    def _keep_state(self, slot: int, start: int, end: int, saves: list[tuple[int, int]]) -> None:
         """Take tokens [start, end) into the slot's state, and save it on the way."""
         if not self.num_states:
             return
-        length, snapshot = save
         count, state = self.states[self.state_of[slot]]
         assert count == start, "a state lost its place"
-        if snapshot:
+        for length, snapshot in saves:
             assert length % 64 == 0
             assert start < length <= end, "a state is saved that the row does not compute"
             self.states[snapshot] = length, _hash(self.tokens[slot][start:length], state)
@@ -203,6 +206,19 @@ class FakeWorker:
         block = self.tables[slot][position // 64]
         assert block > 0, "block 0 is scratch"
         return block * 64 + position % 64
+
+
+class Scripted:
+    """A policy that says one number after the other."""
+
+    def __init__(self, script: Iterator[int]) -> None:
+        self._script = script
+
+    def choose(self, num_rows: int) -> int:
+        return next(self._script)
+
+    def note(self, num_rows: int, drafts: int, counts: Sequence[int], seconds: float) -> None:
+        pass
 
 
 def request(
@@ -234,7 +250,7 @@ def scheduler(
     eos: int = -1,
     prefix_cache: bool = True,
     kind: type[Scheduler] = Scheduler,
-    **ahead: int,
+    **ahead: Any,
 ) -> Scheduler:
     return kind(
         num_blocks=num_blocks,

@@ -246,3 +246,12 @@ def test_restart_loses_no_token() -> None:
         for news in plans.apply(worker.step(plan)):
             answers[news.request.request_id].append(news.token_id)
     assert answers == {i: expected(item)[0] for i, item in enumerate(asked)}
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_states_are_saved_where_somebody_may_look_for_them(prefix_cache: bool) -> None:
+    plans = scheduler(num_states=8, prefix_cache=prefix_cache, max_step_tokens=1000)
+    plans.add(request(0, 200, 5))
+    plan = plans.next_plan()
+    assert plan is not None
+    assert list(plan.save_length) == ([192] if prefix_cache else [])
