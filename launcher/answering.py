@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import unisono
 from unisono.launcher.logprobs import TokenLogprob, read_logprobs
-from unisono.launcher.stop_strings import StopSearch, StopStrings
+from unisono.launcher.text.stop_strings import StopSearch, StopStrings
 from unisono.runtime.protocol import (
     Delta,
     EngineError,

@@ -46,7 +46,7 @@ from unisono.runtime.protocol import EngineError, EngineReady, RequestRejected, 
 from unisono.workers.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from unisono.launcher.tokenizer import Tokenizer
+    from unisono.launcher.text.tokenizer import Tokenizer
 
 HELP = """\
 /reset         forget the conversation, but not the system message
@@ -73,8 +73,8 @@ def command(model: str, system: str | None, stats: bool, **options: Any) -> int:
     """
     from unisono.launcher.engine_client import Engine
     from unisono.launcher.resolve import prepare, with_tokenizer
+    from unisono.launcher.text.tokenizer import Tokenizer
     from unisono.launcher.timed import TimedEngine, text_for
-    from unisono.launcher.tokenizer import Tokenizer
 
     _refuse_cluster()
     console = Console()

@@ -35,14 +35,14 @@ COMMANDS = {
     ),
     "replay": ("unisono.launcher.replay", "Run a step of a crashed engine again and compare."),
     "verify": (
-        "unisono.launcher.verify",
+        "unisono.launcher.verify.command",
         "Prove that each request has one answer, however it is run.",
     ),
     "doctor": (
-        "unisono.launcher.doctor",
+        "unisono.launcher.doctor.command",
         "Examine this machine and say what to do about it.",
     ),
-    "bench": ("unisono.launcher.bench", "Measure how fast this machine computes."),
+    "bench": ("unisono.launcher.bench.command", "Measure how fast this machine computes."),
 }
 """Command name: the module whose `command` it is, and the line that `unisono --help` shows."""
 

@@ -22,7 +22,7 @@ from unisono.models.config import ConfigError
 
 if TYPE_CHECKING:
     from unisono.launcher.perplexity import Perplexity
-    from unisono.launcher.tokenizer import Tokenizer
+    from unisono.launcher.text.tokenizer import Tokenizer
     from unisono.runtime.protocol import EngineReady
     from unisono.workers.config import WorkerConfig
 
@@ -79,7 +79,7 @@ def ppl(
 
     from unisono.launcher.engine_client import Engine
     from unisono.launcher.resolve import prepare, with_tokenizer
-    from unisono.launcher.tokenizer import Tokenizer
+    from unisono.launcher.text.tokenizer import Tokenizer
 
     with console.fetching() as fetched:
         prepared = prepare(model, given(options, LAUNCH_OPTIONS), os.environ, cluster, fetched)

@@ -23,7 +23,6 @@ from unisono.launcher.answering import Answer, Piece, answer_all, numerics_of
 from unisono.launcher.console import Console
 from unisono.launcher.draft_counts import DraftCounts
 from unisono.launcher.graph_counts import GraphCounts
-from unisono.launcher.ids_only import IdsOnly, check_text_params
 from unisono.launcher.logprobs import logprobs_json
 from unisono.launcher.options import (
     LAUNCH_OPTIONS,
@@ -37,6 +36,7 @@ from unisono.launcher.options import (
 )
 from unisono.launcher.prompts import Prompt, check_prompts, gather_prompts, tokenize_prompts
 from unisono.launcher.roofline import Card, Items, answers_bytes, card_here, floor_s
+from unisono.launcher.text.ids_only import IdsOnly, check_text_params
 from unisono.models.config import ConfigError
 from unisono.models.partition import ModelPartition
 from unisono.runtime.protocol import EngineReady, SamplingParams
@@ -44,7 +44,7 @@ from unisono.workers.config import WorkerConfig
 
 if TYPE_CHECKING:
     from unisono.launcher.resolve import Prepared
-    from unisono.launcher.tokenizer import Tokenizer
+    from unisono.launcher.text.tokenizer import Tokenizer
 
 EXIT_REJECTED = 2
 """Some prompt could not be served; the others were."""
@@ -143,7 +143,7 @@ def command(
 def _tokenizer_of(prepared: Prepared, model: str) -> Tokenizer | IdsOnly:
     if not prepared.has_tokenizer:
         return IdsOnly(model, prepared.worker.model.vocab_size)
-    from unisono.launcher.tokenizer import Tokenizer
+    from unisono.launcher.text.tokenizer import Tokenizer
 
     return Tokenizer.load(prepared.source)
 

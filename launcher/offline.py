@@ -42,14 +42,14 @@ from unisono.launcher.answering import (
 from unisono.launcher.cluster import detect_cluster
 from unisono.launcher.engine_client import Engine
 from unisono.launcher.engine_thread import EngineThread, Job, News
-from unisono.launcher.ids_only import IdsOnly, check_text_params
 from unisono.launcher.options import check_sampling_params, option_spec
 from unisono.launcher.pause import Pause
 from unisono.launcher.prompts import check_prompts
 from unisono.launcher.reload import reload_order
 from unisono.launcher.resolve import prepare, with_tokenizer
+from unisono.launcher.text.ids_only import IdsOnly, check_text_params
+from unisono.launcher.text.tokenizer import Tokenizer
 from unisono.launcher.timed import TimedEngine, text_for
-from unisono.launcher.tokenizer import Tokenizer
 from unisono.models.config import ConfigError
 from unisono.models.headers import CheckpointError
 from unisono.runtime.protocol import (

@@ -15,8 +15,8 @@ from unisono.runtime.protocol import RequestRejected
 from unisono.workers.config import BLOCK_SIZE, WorkerConfig
 
 if TYPE_CHECKING:
-    from unisono.launcher.ids_only import IdsOnly
-    from unisono.launcher.tokenizer import Tokenizer
+    from unisono.launcher.text.ids_only import IdsOnly
+    from unisono.launcher.text.tokenizer import Tokenizer
 
 _CHOICES = (
     "give PROMPT arguments, --prompts-file FILE, --prompt-ids ID,ID,..., or text on standard input"

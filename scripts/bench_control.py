@@ -32,7 +32,7 @@ import zmq
 
 import unisono
 from unisono.launcher.answering import answer_all, ids_request
-from unisono.launcher.ids_only import IdsOnly
+from unisono.launcher.text.ids_only import IdsOnly
 from unisono.runtime.engine import Engine
 from unisono.runtime.protocol import CLIENT_MESSAGES, ENGINE_EVENTS, SamplingParams, Stop, Submit
 from unisono.runtime.protocol import Tokens as Told

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.rig import LocalEngine
 from unisono.launcher.model_source import resolve_model
-from unisono.launcher.tokenizer import Tokenizer
+from unisono.launcher.text.tokenizer import Tokenizer
 from unisono.runtime.protocol import SamplingParams
 
 TURNS = 12

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from tests.tiny import write_checkpoint
 from tests.verify_rig import Fault, opener
-from unisono.launcher.verify_bisect import bisect
-from unisono.launcher.verify_compare import Verdict
-from unisono.launcher.verify_course import Course
-from unisono.launcher.verify_plan import Setting, matrix
-from unisono.launcher.verify_prompts import id_prompts, prompt_lengths
-from unisono.launcher.verify_report import table_text
-from unisono.launcher.verify_task import Task
+from unisono.launcher.verify.bisect import bisect
+from unisono.launcher.verify.compare import Verdict
+from unisono.launcher.verify.course import Course
+from unisono.launcher.verify.plan import Setting, matrix
+from unisono.launcher.verify.prompts import id_prompts, prompt_lengths
+from unisono.launcher.verify.report import table_text
+from unisono.launcher.verify.task import Task
 from unisono.models.config_reader import read_model_config
 from unisono.ops.table import Ops
 from unisono.runtime.protocol import Reload

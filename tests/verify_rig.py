@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from tests.rig import CPU, LocalEngine
-from unisono.launcher.verify_bisect import Watch
-from unisono.launcher.verify_run import Channel
+from unisono.launcher.verify.bisect import Watch
+from unisono.launcher.verify.run import Channel
 from unisono.ops.by_reference import with_references
 from unisono.ops.table import Ops
 from unisono.runtime.logprobs import take_prompt_logprobs

@@ -22,7 +22,7 @@ from tests.test_rejection import (
 )
 from tests.tiny import DRAFTING, random_ids, write_checkpoint
 from unisono.launcher.model_source import resolve_model
-from unisono.launcher.tokenizer import Tokenizer
+from unisono.launcher.text.tokenizer import Tokenizer
 from unisono.runtime.protocol import SamplingParams
 from unisono.workers.protocol import StepPlan
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from tests.test_verify import EVERY, Silence, judged, task
 from tests.tiny import write_checkpoint
 from tests.verify_rig import opener
-from unisono.launcher.verify_course import Course
-from unisono.launcher.verify_plan import Setting, matrix
-from unisono.launcher.verify_report import table_text
+from unisono.launcher.verify.course import Course
+from unisono.launcher.verify.plan import Setting, matrix
+from unisono.launcher.verify.report import table_text
 from unisono.ops.table import Ops
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from unisono.launcher.oracle_process import PROCESS, OracleAnswer, OracleFailed, OracleOrders
+from unisono.launcher.verify.oracle_process import PROCESS, OracleAnswer, OracleFailed, OracleOrders
 from unisono.workers.channel import Peer
 from unisono.workers.orders import die_with_parent, read_orders
 from unisono.workers.protocol import int32s

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from tests.end_to_end import command
-from unisono.launcher.bench import _case_lines, _entry
-from unisono.launcher.bench_process import BenchBroken, BenchPlan, run_bench
-from unisono.launcher.bench_report import WIDTH, Report, commit_of
+from unisono.launcher.bench.command import _case_lines, _entry
+from unisono.launcher.bench.process import BenchBroken, BenchPlan, run_bench
+from unisono.launcher.bench.report import WIDTH, Report, commit_of
 from unisono.workers.timings import CaseTime, Machine
 
 MACHINE = Machine(

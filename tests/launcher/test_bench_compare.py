@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.launcher.fakes import write_checkpoint
-from unisono.launcher import bench_compare, cli
-from unisono.launcher.bench_compare import (
+from unisono.launcher import cli
+from unisono.launcher.bench import compare as bench_compare
+from unisono.launcher.bench.compare import (
     Pair,
     Side,
     interval,

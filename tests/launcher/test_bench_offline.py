@@ -8,8 +8,8 @@ import pytest
 
 from tests.end_to_end import command
 from tests.launcher.test_bench_step import bench as bench
-from unisono.launcher.bench_engine import Got
-from unisono.launcher.bench_offline import (
+from unisono.launcher.bench.engine import Got
+from unisono.launcher.bench.offline import (
     closing_line,
     grid_job,
     line_of,
@@ -17,7 +17,7 @@ from unisono.launcher.bench_offline import (
     titles,
     workload,
 )
-from unisono.launcher.bench_report import WIDTH
+from unisono.launcher.bench.report import WIDTH
 
 
 def test_the_workload_is_the_published_one():

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.end_to_end import command
-from unisono.launcher.bench_engine import Got
-from unisono.launcher.bench_report import WIDTH
-from unisono.launcher.bench_speculate import (
+from unisono.launcher.bench.engine import Got
+from unisono.launcher.bench.report import WIDTH
+from unisono.launcher.bench.speculate import (
     advice_of,
     line_of,
     make_plan,

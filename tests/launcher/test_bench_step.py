@@ -11,11 +11,13 @@ import pytest
 from tests.end_to_end import command
 from tests.launcher.fakes import CONFIG, write_checkpoint
 from tests.workers.test_timings import DEVICE, WATCHED
-from unisono.launcher import bench_engine, bench_step, cli, resolve
-from unisono.launcher.bench_engine import are_same, describe, partition_of
-from unisono.launcher.bench_report import WIDTH, Report
-from unisono.launcher.bench_step import measure, show_plan, trace
-from unisono.launcher.bench_step_plan import (
+from unisono.launcher import cli, resolve
+from unisono.launcher.bench import engine as bench_engine
+from unisono.launcher.bench import step as bench_step
+from unisono.launcher.bench.engine import are_same, describe, partition_of
+from unisono.launcher.bench.report import WIDTH, Report
+from unisono.launcher.bench.step import measure, show_plan, trace
+from unisono.launcher.bench.step_plan import (
     SKIPPED,
     TRACED,
     make_plan,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.launcher.fakes import write_checkpoint
 from tests.runtime.fakes import request
-from unisono.launcher.bench_step_plan import (
+from unisono.launcher.bench.step_plan import (
     SKIPPED,
     SPARE,
     SPARE_STEPS,

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tests.workers.test_timings import DEVICE, WATCHED
-from unisono.launcher.bench_report import WIDTH
-from unisono.launcher.bench_step_report import BatchTimes, closing_line, details_of, row_of, titles
+from unisono.launcher.bench.report import WIDTH
+from unisono.launcher.bench.step_report import BatchTimes, closing_line, details_of, row_of, titles
 from unisono.workers.timings import KernelTime
 
 MS = 1_000_000

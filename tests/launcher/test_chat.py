@@ -57,7 +57,7 @@ def chat(tmp_path, monkeypatch, capsys):
     """Run `unisono chat MODEL ...` on lines; return exit code, stdout, lines of stderr."""
     monkeypatch.setattr(FakeEngine, "made", [], raising=False)
     monkeypatch.setattr("unisono.launcher.engine_client.Engine", ListeningEngine)
-    monkeypatch.setattr("unisono.launcher.tokenizer.Tokenizer", FakeTokenizer)
+    monkeypatch.setattr("unisono.launcher.text.tokenizer.Tokenizer", FakeTokenizer)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.tiny_tokenizers import CHATML, byte_level_tokenizer
-from unisono.launcher.chat_template import ChatTemplate, read_templates
+from unisono.launcher.text.chat_template import ChatTemplate, read_templates
 from unisono.models.config import ConfigError
 
 SPECIAL = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}

@@ -18,9 +18,9 @@ from tests.tiny_tokenizers import (
     sentence_piece_tokenizer,
 )
 from unisono.launcher.demo_model import demo_model_path
-from unisono.launcher.detokenizer import Detokenizer, read_decoder_form
 from unisono.launcher.model_source import resolve_model
-from unisono.launcher.tokenizer import Tokenizer as OurTokenizer
+from unisono.launcher.text.detokenizer import Detokenizer, read_decoder_form
+from unisono.launcher.text.tokenizer import Tokenizer as OurTokenizer
 from unisono.models.config import ConfigError
 
 KINDS = ("byte-level", "sentence-piece", "sentence-piece-unstripped", "metaspace", "plain", "demo")

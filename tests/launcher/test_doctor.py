@@ -12,7 +12,8 @@ import pytest
 from tests.end_to_end import command
 from tests.launcher.fakes import tiny_model, write_checkpoint
 from unisono.launcher import cli
-from unisono.launcher.doctor import (
+from unisono.launcher.doctor.advice import Finding, findings
+from unisono.launcher.doctor.command import (
     LARGEST_WEIGHT,
     WIDTH,
     Diagnosis,
@@ -20,8 +21,7 @@ from unisono.launcher.doctor import (
     plain_lines,
     probe_plan,
 )
-from unisono.launcher.doctor_advice import Finding, findings
-from unisono.launcher.doctor_probes import ProbeReport, RoundTrip, unproven
+from unisono.launcher.doctor.probes import ProbeReport, RoundTrip, unproven
 from unisono.launcher.host_report import HostReport, Library, read_host, requirements, satisfies
 from unisono.models.partition import ModelPartition
 from unisono.models.shapes import SHAPES

@@ -44,7 +44,7 @@ def generate(model, monkeypatch, capsys):
     """Run `unisono generate MODEL ...`; return exit code, stdout, lines of stderr."""
     monkeypatch.setattr(FakeEngine, "made", [], raising=False)
     monkeypatch.setattr("unisono.launcher.engine_client.Engine", FakeEngine)
-    monkeypatch.setattr("unisono.launcher.tokenizer.Tokenizer", FakeTokenizer)
+    monkeypatch.setattr("unisono.launcher.text.tokenizer.Tokenizer", FakeTokenizer)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("RANK", *RENDEZVOUS):
         monkeypatch.delenv(name, raising=False)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.tiny_tokenizers import TEXTS, demo_oracle, oracle_of
 from unisono.launcher.demo_model import demo_model_path
-from unisono.launcher.gguf_tokenizer import TEXT_SPLITS, build_gguf_tokenizer
+from unisono.launcher.text.gguf_tokenizer import TEXT_SPLITS, build_gguf_tokenizer
 from unisono.models.config import ConfigError
 from unisono.models.gguf import GgufTokenizerData, read_gguf_tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from unisono.launcher.bench_engine import Got
+from unisono.launcher.bench.engine import Got
 from unisono.launcher.graph_counts import GraphCounts
 
 

@@ -22,7 +22,7 @@ from unisono.launcher import cli
 from unisono.launcher.answering import Request, answer_all
 from unisono.launcher.logprobs import TopLogprob
 from unisono.launcher.offline import LLM
-from unisono.launcher.tokenizer import Tokenizer
+from unisono.launcher.text.tokenizer import Tokenizer
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import Delta, Finished, SamplingParams
 
@@ -32,7 +32,7 @@ def model(tmp_path, monkeypatch):
     monkeypatch.setattr(FakeEngine, "made", [], raising=False)
     monkeypatch.setattr("unisono.launcher.engine_client.Engine", FakeEngine)
     monkeypatch.setattr("unisono.launcher.offline.Engine", FakeEngine)
-    monkeypatch.setattr("unisono.launcher.tokenizer.Tokenizer", FakeTokenizer)
+    monkeypatch.setattr("unisono.launcher.text.tokenizer.Tokenizer", FakeTokenizer)
     monkeypatch.setattr("unisono.launcher.offline.Tokenizer", FakeTokenizer)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return str(write_checkpoint(tmp_path / "model"))

@@ -134,7 +134,7 @@ def test_every_field_with_a_default_is_an_option():
     fields = [field for owner in owners for field in dataclasses.fields(owner)]
     named = {field.name for field in fields if field.default is not dataclasses.MISSING}
     # Not for the user to choose: the tokenizer says the first (launcher/resolve.py), the search of
-    # `unisono verify` the next (launcher/verify_bisect.py), and the last is of a benchmark alone.
+    # `unisono verify` the next (launcher/verify/bisect.py), and the last is of a benchmark alone.
     ours = {"num_token_ids", "trace_dir", "trace_values", "reference_ops", "forced_acceptance"}
     assert named - ours == {*LAUNCH_OPTIONS}
     assert tuple(field.name for field in dataclasses.fields(SamplingParams)) == SAMPLING_OPTIONS

@@ -124,7 +124,7 @@ def run(monkeypatch, capsys, tmp_path):
     """`unisono eval ppl` on a tiny checkpoint with a fake engine, of a text's bytes."""
     FakeEngine.made = []
     monkeypatch.setattr("unisono.launcher.engine_client.Engine", FakeEngine)
-    monkeypatch.setattr("unisono.launcher.tokenizer.Tokenizer", FakeTokenizer)
+    monkeypatch.setattr("unisono.launcher.text.tokenizer.Tokenizer", FakeTokenizer)
     model = write_checkpoint(tmp_path / "model")
     text = tmp_path / "text.txt"
 

@@ -12,7 +12,7 @@ from tests.launcher.fakes import CONFIG, FakeEngine, FakeTokenizer, write_checkp
 from tests.launcher.test_doctor import HOST
 from unisono import LLM, SamplingParams
 from unisono.launcher import cli
-from unisono.launcher.doctor import _partition, model_fit
+from unisono.launcher.doctor.command import _partition, model_fit
 from unisono.launcher.resolve import prepare
 from unisono.models.config import ConfigError
 from unisono.models.shapes import PREFIX, SHAPES

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.tiny_tokenizers import TEXTS, byte_level_tokenizer, sentence_piece_tokenizer
 from unisono.launcher.answering import Answer, Piece, Request, answer_all
-from unisono.launcher.stop_strings import StopStrings
-from unisono.launcher.tokenizer import Tokenizer
+from unisono.launcher.text.stop_strings import StopStrings
+from unisono.launcher.text.tokenizer import Tokenizer
 from unisono.runtime.protocol import Delta, Finished, SamplingParams, Tokens
 
 TOKENIZERS = {

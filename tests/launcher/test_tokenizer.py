@@ -18,7 +18,7 @@ from tests.tiny_tokenizers import (
     sentence_piece_tokenizer,
 )
 from unisono.launcher.model_source import ModelSource, resolve_model
-from unisono.launcher.tokenizer import Tokenizer
+from unisono.launcher.text.tokenizer import Tokenizer
 from unisono.models.config import ConfigError
 
 START, END = 260, 261

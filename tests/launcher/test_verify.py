@@ -22,8 +22,8 @@ from unisono.launcher import cli
 from unisono.launcher.config import LaunchConfig
 from unisono.launcher.console import Bar
 from unisono.launcher.resolve import HostFacts
-from unisono.launcher.verify_oracle import Oracle, OracleBroken
-from unisono.launcher.verify_run import NUM_TOP
+from unisono.launcher.verify.oracle import Oracle, OracleBroken
+from unisono.launcher.verify.run import NUM_TOP
 from unisono.runtime.protocol import (
     Delta,
     EngineReady,
@@ -342,8 +342,8 @@ def test_the_oracle_has_a_row_for_each_dtype(
     monkeypatch: pytest.MonkeyPatch,
     ask: Callable[..., Iterator[array[int]]],
 ) -> None:
-    monkeypatch.setattr("unisono.launcher.tokenizer.Tokenizer", FakeTokenizer)
-    monkeypatch.setattr("unisono.launcher.verify_oracle.ask_oracle", ask)
+    monkeypatch.setattr("unisono.launcher.text.tokenizer.Tokenizer", FakeTokenizer)
+    monkeypatch.setattr("unisono.launcher.verify.oracle.ask_oracle", ask)
     path = str(write_checkpoint(tmp_path / "model"))
     few = ("--prompts", "2", "--max-tokens", "3", "--dtype", "float32,bfloat16", "--no-bisect")
     code, out, err = run(path, *few, *ALONE, "--tp", "1,2", "--against", "transformers", "--json")

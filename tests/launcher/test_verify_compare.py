@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from tests.launcher.fakes import tiny_model
-from unisono.launcher.verify_bounds import closeness, oracle_bound, rank_bound
-from unisono.launcher.verify_compare import (
+from unisono.launcher.verify.bounds import closeness, oracle_bound, rank_bound
+from unisono.launcher.verify.compare import (
     MISSING,
     Difference,
     judge,
@@ -19,8 +19,8 @@ from unisono.launcher.verify_compare import (
     judge_ranks,
     with_margin,
 )
-from unisono.launcher.verify_plan import Reach, Setting
-from unisono.launcher.verify_run import NUM_TOP, Answer, Run
+from unisono.launcher.verify.plan import Reach, Setting
+from unisono.launcher.verify.run import NUM_TOP, Answer, Run
 
 PLAIN = Setting(tp=1, dtype="float32")
 PAIR = Setting(tp=2, dtype="float32")

@@ -18,18 +18,19 @@ from tests.launcher.fakes import logprob_items, tiny_model
 from tests.paths import python_path
 from tests.rig import LocalEngine
 from tests.tiny import random_ids, write_checkpoint
-from unisono.launcher import oracle_process, verify_oracle
 from unisono.launcher.model_source import ModelSource
-from unisono.launcher.oracle_process import (
+from unisono.launcher.verify import oracle as verify_oracle
+from unisono.launcher.verify import oracle_process
+from unisono.launcher.verify.bounds import closeness, entries, oracle_bound
+from unisono.launcher.verify.oracle import Oracle, OracleBroken, ask_oracle, check_oracle
+from unisono.launcher.verify.oracle_process import (
     ORACLE_REPORTS,
     OracleAnswer,
     OracleFailed,
     OracleOrders,
     _answers,
 )
-from unisono.launcher.verify_bounds import closeness, entries, oracle_bound
-from unisono.launcher.verify_oracle import Oracle, OracleBroken, ask_oracle, check_oracle
-from unisono.launcher.verify_run import NUM_TOP
+from unisono.launcher.verify.run import NUM_TOP
 from unisono.models.config import ConfigError, ExpertsConfig, RopeConfig
 from unisono.runtime.protocol import SamplingParams
 from unisono.workers.channel import Hub

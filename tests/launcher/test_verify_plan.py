@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.launcher.fakes import tiny_model
-from unisono.launcher.verify_options import check_page, read_choices, with_defaults
-from unisono.launcher.verify_plan import (
+from unisono.launcher.verify.options import check_page, read_choices, with_defaults
+from unisono.launcher.verify.plan import (
     COMPANY,
     Reach,
     Setting,
@@ -22,8 +22,8 @@ from unisono.launcher.verify_plan import (
     matrix,
     what_was_missed,
 )
-from unisono.launcher.verify_prompts import LENGTHS, id_prompts, prompt_lengths, text_prompts
-from unisono.launcher.verify_run import NOBODY, order_of, summed_place
+from unisono.launcher.verify.prompts import LENGTHS, id_prompts, prompt_lengths, text_prompts
+from unisono.launcher.verify.run import NOBODY, order_of, summed_place
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import Reload, Sleep, Wake
 from unisono.workers.config import WorkerConfig

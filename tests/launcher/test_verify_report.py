@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from unisono.launcher.verify_bisect import Finding
-from unisono.launcher.verify_bounds import Closeness
-from unisono.launcher.verify_compare import MISSING, Compared, Difference, Verdict
-from unisono.launcher.verify_facts import Facts, fingerprint, read_facts
-from unisono.launcher.verify_html import page, write_page
-from unisono.launcher.verify_plan import Reach, Setting
-from unisono.launcher.verify_report import (
+from unisono.launcher.verify.bisect import Finding
+from unisono.launcher.verify.bounds import Closeness
+from unisono.launcher.verify.compare import MISSING, Compared, Difference, Verdict
+from unisono.launcher.verify.facts import Facts, fingerprint, read_facts
+from unisono.launcher.verify.html import page, write_page
+from unisono.launcher.verify.plan import Reach, Setting
+from unisono.launcher.verify.report import (
     WIDTH,
     Report,
     as_json,
@@ -27,7 +27,7 @@ from unisono.launcher.verify_report import (
     outcome_text,
     table_text,
 )
-from unisono.launcher.verify_run import Answer, Run
+from unisono.launcher.verify.run import Answer, Run
 
 PLAIN = Setting(tp=1, dtype="float32")
 WIDEST = Setting(

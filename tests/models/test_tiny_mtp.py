@@ -14,7 +14,7 @@ from tests.models.draft_rig import DraftingRank, on_ranks
 from tests.models.test_mtp import CHAIN, ORACLE, RANKS, oracle
 from tests.tiny import MTP_FIELDS
 from unisono.launcher.model_source import ModelSource, resolve_model
-from unisono.launcher.tokenizer import Tokenizer
+from unisono.launcher.text.tokenizer import Tokenizer
 
 TEXT = '''
 class Reader:

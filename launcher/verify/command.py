@@ -22,24 +22,24 @@ import click
 from unisono.launcher.answering import numerics_of
 from unisono.launcher.config import LaunchConfig
 from unisono.launcher.console import Console
-from unisono.launcher.ids_only import IdsOnly
 from unisono.launcher.options import config_options, given
-from unisono.launcher.verify_bisect import Watch
-from unisono.launcher.verify_course import AskOracle, Course
-from unisono.launcher.verify_facts import fingerprint, read_facts
-from unisono.launcher.verify_options import (
+from unisono.launcher.text.ids_only import IdsOnly
+from unisono.launcher.verify.bisect import Watch
+from unisono.launcher.verify.course import AskOracle, Course
+from unisono.launcher.verify.facts import fingerprint, read_facts
+from unisono.launcher.verify.options import (
     Choices,
     check_page,
     longest_prompt,
     read_choices,
     with_defaults,
 )
-from unisono.launcher.verify_plan import Setting, matrix
-from unisono.launcher.verify_progress import Progress
-from unisono.launcher.verify_prompts import id_prompts, prompt_lengths, text_prompts
-from unisono.launcher.verify_report import Report, as_json, closing_line, finding_text, table_text
-from unisono.launcher.verify_run import Channel
-from unisono.launcher.verify_task import Task
+from unisono.launcher.verify.plan import Setting, matrix
+from unisono.launcher.verify.progress import Progress
+from unisono.launcher.verify.prompts import id_prompts, prompt_lengths, text_prompts
+from unisono.launcher.verify.report import Report, as_json, closing_line, finding_text, table_text
+from unisono.launcher.verify.run import Channel
+from unisono.launcher.verify.task import Task
 
 OPTIONS = (
     "device",
@@ -155,7 +155,7 @@ def _show(report: Report, console: Console, json_output: bool, html: Path | None
 
 
 def _write(report: Report, console: Console, path: Path) -> bool:
-    from unisono.launcher.verify_html import page, write_page
+    from unisono.launcher.verify.html import page, write_page
 
     try:
         write_page(path, page(report, time.strftime("%Y-%m-%d %H:%M:%S %z")))
@@ -212,8 +212,8 @@ def _prepare(model: str, options: Mapping[str, Any], choices: Choices, console: 
     from unisono.launcher.process_table import threads_per_rank
     from unisono.launcher.reload import reload_order
     from unisono.launcher.resolve import host_facts, num_cores, prepare, with_tokenizer
-    from unisono.launcher.tokenizer import Tokenizer
-    from unisono.launcher.verify_oracle import Oracle, ask_oracle, check_oracle
+    from unisono.launcher.text.tokenizer import Tokenizer
+    from unisono.launcher.verify.oracle import Oracle, ask_oracle, check_oracle
 
     with console.fetching() as fetched:
         first = prepare(model, options, os.environ, None, fetched)

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from unisono.launcher.graph_options import why_no_graphs
 from unisono.launcher.options import option_spec
 from unisono.launcher.prompts import whole_blocks
-from unisono.launcher.verify_compare import ORACLE
-from unisono.launcher.verify_plan import AXES
+from unisono.launcher.verify.compare import ORACLE
+from unisono.launcher.verify.plan import AXES
 from unisono.models.config import ConfigError
 from unisono.workers.config import BLOCK_SIZE, WorkerConfig
 

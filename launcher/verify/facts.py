@@ -12,7 +12,7 @@ from pathlib import Path
 import unisono
 from unisono.launcher.host_report import cpu_model
 from unisono.launcher.resolve import num_cores
-from unisono.launcher.verify_run import Run
+from unisono.launcher.verify.run import Run
 
 LIBRARIES = ("torch", "triton", "transformers")
 _GPUS = "proc/driver/nvidia/gpus"

@@ -9,18 +9,18 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-from unisono.launcher.verify_bisect import Finding, Watch, bisect
-from unisono.launcher.verify_bounds import oracle_bound, rank_bound
-from unisono.launcher.verify_compare import ORACLE, Verdict, judge, judge_oracle, judge_ranks
-from unisono.launcher.verify_plan import Setting
-from unisono.launcher.verify_run import NUM_TOP, Channel, Run, ask, lost, run_setting
-from unisono.launcher.verify_task import Task
+from unisono.launcher.verify.bisect import Finding, Watch, bisect
+from unisono.launcher.verify.bounds import oracle_bound, rank_bound
+from unisono.launcher.verify.compare import ORACLE, Verdict, judge, judge_oracle, judge_ranks
+from unisono.launcher.verify.plan import Setting
+from unisono.launcher.verify.run import NUM_TOP, Channel, Run, ask, lost, run_setting
+from unisono.launcher.verify.task import Task
 from unisono.runtime.protocol import EngineError, RequestRejected, SamplingParams
 
 OpenEngine = Callable[[Mapping[str, Any], Watch | None], AbstractContextManager[Channel]]
 """From the options of an engine, and how its ranks are watched, to a running one."""
 AskOracle = Callable[[Sequence[Sequence[int]], Sequence["array[int]"]], Iterator["array[int]"]]
-"""From token ids, and their log-probabilities here, to those there (verify_oracle.ask_oracle)."""
+"""From token ids, and their log-probabilities here, to those there (`ask_oracle` of oracle.py)."""
 
 
 class News(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.launcher.verify_plan import Setting, Sizes, by_engine
+from unisono.launcher.verify.plan import Setting, Sizes, by_engine
 from unisono.models.config import ModelConfig
 from unisono.runtime.protocol import Reload
 

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from unisono.launcher.answering import POLL_S, digest_of
-from unisono.launcher.bench_report import Command, Report, versions, versions_line
+from unisono.launcher.bench.report import Command, Report, versions, versions_line
 from unisono.launcher.cluster import detect_cluster
 from unisono.launcher.console import Console
 from unisono.launcher.engine_client import Engine

@@ -11,25 +11,25 @@ from dataclasses import dataclass
 
 from unisono.launcher.cluster import SESSION_VARIABLE
 from unisono.launcher.model_source import ModelSource
-from unisono.launcher.oracle_process import (
+from unisono.launcher.private_directory import PrivateDirectory
+from unisono.launcher.process_table import ProcessSpec
+from unisono.launcher.supervisor import Supervisor
+from unisono.launcher.verify.compare import ORACLE
+from unisono.launcher.verify.oracle_process import (
     ORACLE_REPORTS,
     PROCESS,
     OracleAnswer,
     OracleFailed,
     OracleOrders,
 )
-from unisono.launcher.private_directory import PrivateDirectory
-from unisono.launcher.process_table import ProcessSpec
-from unisono.launcher.supervisor import Supervisor
-from unisono.launcher.verify_compare import ORACLE
-from unisono.launcher.verify_run import NUM_TOP
+from unisono.launcher.verify.run import NUM_TOP
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import EngineError
 from unisono.workers.channel import Hub
 from unisono.workers.config import WorkerConfig
 from unisono.workers.protocol import int32s, logprob_width
 
-ENTRY = "unisono.launcher.oracle_process:main"
+ENTRY = "unisono.launcher.verify.oracle_process:main"
 FLAG = f"--against {ORACLE}"
 _GRACE_S = 2.0
 _WATCH_S = 0.1

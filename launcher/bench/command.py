@@ -9,11 +9,11 @@ from typing import Any
 
 import click
 
-from unisono.launcher.bench_offline import offline_command
-from unisono.launcher.bench_process import BenchPlan, all_threads, run_bench
-from unisono.launcher.bench_report import WIDTH, Report, output_options, versions, versions_line
-from unisono.launcher.bench_speculate import speculate_command
-from unisono.launcher.bench_step import step_command
+from unisono.launcher.bench.offline import offline_command
+from unisono.launcher.bench.process import BenchPlan, all_threads, run_bench
+from unisono.launcher.bench.report import WIDTH, Report, output_options, versions, versions_line
+from unisono.launcher.bench.speculate import speculate_command
+from unisono.launcher.bench.step import step_command
 from unisono.launcher.options import option_spec
 from unisono.launcher.resolve import check_device, host_facts, resolve_device
 from unisono.models.config import ConfigError

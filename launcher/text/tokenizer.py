@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from unisono.launcher.chat_template import ChatTemplate, Message, read_templates
-from unisono.launcher.detokenizer import Detokenizer, piece_bytes, read_decoder_form
 from unisono.launcher.model_source import ModelSource
+from unisono.launcher.text.chat_template import ChatTemplate, Message, read_templates
+from unisono.launcher.text.detokenizer import Detokenizer, piece_bytes, read_decoder_form
 from unisono.models.config import ConfigError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Tokenizer:
 
     @classmethod
     def _load_gguf(cls, path: Path) -> Self:
-        from unisono.launcher.gguf_tokenizer import build_gguf_tokenizer
+        from unisono.launcher.text.gguf_tokenizer import build_gguf_tokenizer
         from unisono.models.gguf import read_gguf_tokenizer
 
         data = read_gguf_tokenizer(path)

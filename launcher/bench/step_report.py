@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.launcher.bench_report import SHOWN
+from unisono.launcher.bench.report import SHOWN
 from unisono.workers.timings import DeviceTime, KernelTime, Watched
 
 SHOWN_KERNELS = 10

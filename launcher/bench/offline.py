@@ -17,8 +17,8 @@ from typing import Any
 import click
 
 from unisono.launcher.answering import numerics_of
-from unisono.launcher.bench_compare import compare, compare_options, is_wanted
-from unisono.launcher.bench_engine import (
+from unisono.launcher.bench.compare import compare, compare_options, is_wanted
+from unisono.launcher.bench.engine import (
     OPTIONS,
     Asked,
     Got,
@@ -32,8 +32,8 @@ from unisono.launcher.bench_engine import (
     show_header,
     started,
 )
-from unisono.launcher.bench_process import measure_machine
-from unisono.launcher.bench_report import SHOWN, Report, output_options
+from unisono.launcher.bench.process import measure_machine
+from unisono.launcher.bench.report import SHOWN, Report, output_options
 from unisono.launcher.draft_counts import DraftCounts
 from unisono.launcher.graph_counts import GraphCounts
 from unisono.launcher.options import config_options, given, option_spec

@@ -16,11 +16,11 @@ from unisono.launcher.trace import (
     where_bits_part,
     where_ranks_part,
 )
-from unisono.launcher.verify_bounds import RANK_TOLERANCE, rank_bound
-from unisono.launcher.verify_compare import Verdict, with_margin
-from unisono.launcher.verify_plan import Setting, engine_options, interruptions, limits
-from unisono.launcher.verify_run import NUM_TOP, Answer, Channel, ask, order_of, params_of
-from unisono.launcher.verify_task import Task
+from unisono.launcher.verify.bounds import RANK_TOLERANCE, rank_bound
+from unisono.launcher.verify.compare import Verdict, with_margin
+from unisono.launcher.verify.plan import Setting, engine_options, interruptions, limits
+from unisono.launcher.verify.run import NUM_TOP, Answer, Channel, ask, order_of, params_of
+from unisono.launcher.verify.task import Task
 from unisono.runtime.protocol import EngineError
 
 KV_CACHE = "kv_cache"

@@ -17,8 +17,8 @@ from typing import Any
 import click
 
 from unisono.launcher.answering import numerics_of
-from unisono.launcher.bench_compare import compare, compare_options, is_wanted
-from unisono.launcher.bench_engine import (
+from unisono.launcher.bench.compare import compare, compare_options, is_wanted
+from unisono.launcher.bench.engine import (
     OPTIONS,
     SYNTHETIC,
     Got,
@@ -33,10 +33,10 @@ from unisono.launcher.bench_engine import (
     show_header,
     started,
 )
-from unisono.launcher.bench_process import measure_machine
-from unisono.launcher.bench_report import Report, output_options
-from unisono.launcher.bench_step_plan import BATCHES, TRACED, StepBench, make_plan
-from unisono.launcher.bench_step_report import (
+from unisono.launcher.bench.process import measure_machine
+from unisono.launcher.bench.report import Report, output_options
+from unisono.launcher.bench.step_plan import BATCHES, TRACED, StepBench, make_plan
+from unisono.launcher.bench.step_report import (
     BatchTimes,
     closing_line,
     details_of,

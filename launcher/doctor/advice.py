@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from unisono.launcher.doctor_probes import ProbeReport
+from unisono.launcher.doctor.probes import ProbeReport
 from unisono.launcher.host_report import HostReport, satisfies
 from unisono.launcher.private_directory import MAX_SOCKET_PATH
 from unisono.workers.probes import CollectiveTime, LinearProof, Measured

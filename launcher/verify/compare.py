@@ -1,7 +1,7 @@
 """Judges the runs of `unisono verify`. Pure.
 
 Within a rank count every token and every bit of every logit is promised to be that of the plain
-setting. Another rank count, and another program, is held to a bound (launcher/verify_bounds.py);
+setting. Another rank count, and another program, is held to a bound (launcher/verify/bounds.py);
 there a token may differ only at a near tie. What an answer says after such a token is another text
 and is not compared.
 """
@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from unisono.launcher.verify_bounds import (
+from unisono.launcher.verify.bounds import (
     ORACLE_TIE,
     TIE,
     Closeness,
@@ -22,8 +22,8 @@ from unisono.launcher.verify_bounds import (
     largest_between,
     margin_between,
 )
-from unisono.launcher.verify_plan import Setting, what_was_missed
-from unisono.launcher.verify_run import NUM_TOP, Answer, Run
+from unisono.launcher.verify.plan import Setting, what_was_missed
+from unisono.launcher.verify.run import NUM_TOP, Answer, Run
 
 ORACLE = "transformers"
 MISSING = -1

@@ -26,8 +26,8 @@ import click
 from click.core import ParameterSource
 
 import unisono
-from unisono.launcher.bench_engine import EXACT, AnswersDiffer
-from unisono.launcher.bench_report import Command, Report, versions, versions_line
+from unisono.launcher.bench.engine import EXACT, AnswersDiffer
+from unisono.launcher.bench.report import Command, Report, versions, versions_line
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import EngineError
 

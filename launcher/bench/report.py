@@ -70,7 +70,7 @@ def versions() -> dict[str, str]:
     driver = Path("/sys/module/nvidia/version")
     found = (
         unisono.__version__,
-        commit_of(Path(__file__).resolve().parent.parent),
+        commit_of(Path(__file__).resolve().parents[2]),
         _installed("torch"),
         _installed("triton"),
         driver.read_text().strip() if driver.exists() else "",

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from unisono.launcher.verify_plan import Reach, Setting, interruptions, limits
-from unisono.launcher.verify_task import Task
+from unisono.launcher.verify.plan import Reach, Setting, interruptions, limits
+from unisono.launcher.verify.task import Task
 from unisono.runtime.protocol import (
     Delta,
     EngineError,

@@ -17,8 +17,8 @@ import click
 
 from unisono.launcher.cluster import detect_cluster
 from unisono.launcher.console import Console
-from unisono.launcher.doctor_advice import Finding, ModelFit, findings
-from unisono.launcher.doctor_probes import ProbePlan, ProbeReport, run_probes, unproven
+from unisono.launcher.doctor.advice import Finding, ModelFit, findings
+from unisono.launcher.doctor.probes import ProbePlan, ProbeReport, run_probes, unproven
 from unisono.launcher.host_report import HostReport, is_linux, read_host
 from unisono.launcher.options import config_options, given, make_launch_config, option_spec
 from unisono.models.config import ConfigError, ModelConfig

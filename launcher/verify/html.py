@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.launcher.verify_compare import Compared, Verdict
-from unisono.launcher.verify_report import (
+from unisono.launcher.verify.compare import Compared, Verdict
+from unisono.launcher.verify.report import (
     COLUMNS,
     Report,
     cells,

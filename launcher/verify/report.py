@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.launcher.verify_bisect import Finding
-from unisono.launcher.verify_compare import MISSING, Difference, Verdict
-from unisono.launcher.verify_facts import Facts
-from unisono.launcher.verify_plan import Setting
+from unisono.launcher.verify.bisect import Finding
+from unisono.launcher.verify.compare import MISSING, Difference, Verdict
+from unisono.launcher.verify.facts import Facts
+from unisono.launcher.verify.plan import Setting
 
 WIDTH = 100
 COLUMNS = ("ranks", "dtype", "setting", "against", "tokens", "other", "logits", "verdict")

@@ -6,14 +6,14 @@ A job's log then holds every verdict as soon as it is known, whatever ends the j
 from __future__ import annotations
 
 from unisono.launcher.console import Bar, Console
-from unisono.launcher.verify_compare import ORACLE, Verdict
-from unisono.launcher.verify_plan import Setting
-from unisono.launcher.verify_report import outcome_text, ranks_text
-from unisono.launcher.verify_task import Task
+from unisono.launcher.verify.compare import ORACLE, Verdict
+from unisono.launcher.verify.plan import Setting
+from unisono.launcher.verify.report import outcome_text, ranks_text
+from unisono.launcher.verify.task import Task
 
 
 class Progress:
-    """Implements `verify_course.News`."""
+    """Implements `News` of course.py."""
 
     def __init__(self, console: Console, bar: Bar, task: Task) -> None:
         self._console = console

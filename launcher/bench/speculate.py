@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from unisono.launcher.answering import numerics_of
-from unisono.launcher.bench_engine import (
+from unisono.launcher.bench.engine import (
     OPTIONS,
     SYNTHETIC,
     Asked,
@@ -38,8 +38,8 @@ from unisono.launcher.bench_engine import (
     started,
     whole_numbers,
 )
-from unisono.launcher.bench_process import measure_machine
-from unisono.launcher.bench_report import SHOWN, Report, output_options
+from unisono.launcher.bench.process import measure_machine
+from unisono.launcher.bench.report import SHOWN, Report, output_options
 from unisono.launcher.draft_counts import DraftCounts
 from unisono.launcher.options import config_options, given, option_spec
 from unisono.launcher.prompts import gather_prompts, tokenize_prompts
@@ -279,7 +279,7 @@ def _prompts(
         generator, size = random.Random(0), prepared.worker.model.vocab_size
         few = range(len(PROMPTS))
         return [[generator.randrange(size) for _ in range(RANDOM_TOKENS)] for _ in few], False
-    from unisono.launcher.tokenizer import Tokenizer
+    from unisono.launcher.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(prepared.source)
     asked = gather_prompts(() if prompts_file else PROMPTS, prompts_file, sys.stdin)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from unisono.launcher.bench_engine import (
+from unisono.launcher.bench.engine import (
     OPTIONS,
     Asked,
     forced_share,
