@@ -49,6 +49,7 @@ BESIDE_THE_CORE = (
     # Speculation: it changes how fast an answer comes, never the answer.
     "runtime/speculation.py",
     "workers/draft_steps.py",
+    "workers/mixed_steps.py",
     "workers/speculator.py",
     # What short prompts are spared: they would be answered without it.
     "workers/prompt_steps.py",

@@ -45,6 +45,7 @@ from unisono.workers.device import torch_dtype
 from unisono.workers.draft_steps import DraftSteps, used_places
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
+from unisono.workers.mixed_steps import MixedSteps
 from unisono.workers.model_runner import ModelRunner, StepOutput
 from unisono.workers.prompt_steps import PromptSteps
 from unisono.workers.protocol import Phase, StepPlan
@@ -283,9 +284,10 @@ class LocalEngine:
             output = rank.runner.step(plan)
             if isinstance(output, StepOutput):
                 return output
-            kinds = rank.runner._slots.sampling
-            if (
-                rank.runner._decode is not None
+            runner = rank.runner
+            kinds, is_mixed = runner._slots.sampling, runner._mixed and runner._mixed.serves(plan)
+            if is_mixed or (
+                runner._decode is not None
                 and plan.rows.decode_only
                 and kinds.want_only_tokens(plan.rows.slot)
             ):
@@ -404,8 +406,11 @@ class LocalEngine:
         if self._prompt_graphs:
             used = (model, cache, slots, pool, self.graph_buckets)
             prompts = PromptSteps(*used, shape, windows, states, self._padding_ids)
+        mixed = None
+        if isinstance(decode, DraftSteps) and self._prompt_graphs:
+            mixed = MixedSteps(model, cache, slots, builder, windows, decode)
         owned = (cache, slots, builder, sampler, pool, decode, tracer, states, speculator, prompts)
-        runner = ModelRunner(model, *owned)
+        runner = ModelRunner(model, *owned, mixed)
         rank = Rank(group, ops, model, cache, states, runner, pool, build)
         model.logits = lambda hidden: _kept(rank, model.head(hidden))
         return rank

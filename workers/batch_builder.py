@@ -58,9 +58,7 @@ class BatchBuilder:
         is_hybrid: bool = False,
         speculates: bool = False,
     ) -> None:
-        self._ops = ops
-        self._slots = slots
-        self._shape = shape
+        self._ops, self._slots, self._shape = ops, slots, shape
         self._windows = tuple(sorted(set(windows)))
         self._is_hybrid = is_hybrid
         self._speculates = speculates
@@ -71,7 +69,10 @@ class BatchBuilder:
         Every position must have its block and its token there. The host waits for the device only
         where rows decode behind drafts: how many were right, only the device knows.
         """
-        rows, num_pending = self._settled(plan.rows)
+        return self.lay_out(plan, *self._settled(plan.rows))
+
+    def lay_out(self, plan: StepPlan, rows: Rows, num_pending: list[int]) -> StepInputs:
+        """The same of what `rows` are known, or said, to be. Waits for nothing."""
         device = self._slots.token_ids.device
         slot = torch.tensor(rows.slot, dtype=torch.int64)
         start = torch.tensor(rows.start, dtype=torch.int64)

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from unisono.models.interface import ForwardBatch, Model
 from unisono.ops.attention import AttentionShape
+from unisono.ops.reference.draft_plan import Settled
 from unisono.ops.reference.sampling import key_of_id
 from unisono.ops.transfer import upload_all
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.decode_steps import sized
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
-from unisono.workers.protocol import Rows, SlotSampling, StepPlan
+from unisono.workers.protocol import Phase, Rows, SlotSampling, StepPlan
 from unisono.workers.sampler import Sampler
 from unisono.workers.slot_table import SlotTable
 from unisono.workers.speculator import PIECE_PLACES, Speculator, is_forced
@@ -107,7 +108,7 @@ class DraftSteps:
     def forward(self, plan: StepPlan) -> None:
         """Run the model over the newest token of each row and its drafts."""
         rows, (layout, eager) = plan.rows, self._layout(plan)
-        self._buffers.give_slots(rows.slot, layout.height, _drafts_of(rows))
+        self._buffers.give_slots(rows.slot, layout.height, drafts_of(rows))
         self._graphs.run("forward", layout, lambda: self._forward(layout), eager)
 
     def hidden(self, plan: StepPlan) -> Tensor:
@@ -129,15 +130,40 @@ class DraftSteps:
         answers = self._graphs.run("tail", key, lambda: self._tail(layout, variant), eager)
         return answers[: len(plan.rows)]
 
+    def finish_eagerly(
+        self,
+        slots: Sequence[int],
+        drafts: Sequence[int],
+        variant: Variant,
+        last: int,
+        hidden: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        show: Callable[[Settled], Tensor],
+    ) -> Tensor:
+        """The tail of a step that was laid out otherwise: rows of `slots` with so many `drafts`, no
+        token of them behind position `last`. The rest as `_finish` has it."""
+        height = len(slots)
+        layout = Layout(height, len(hidden) // max(height, 1), self._most_splits(last))
+        self._buffers.give_slots(slots, height, drafts)
+        places = (hidden, token_ids, positions, show)
+        return self._graphs.run(
+            "tail", layout, lambda: self._finish(layout, variant, *places), "prompt tokens"
+        )
+
     def _layout(self, plan: StepPlan) -> tuple[Layout, str]:
         """Of a step, and why there is no graph of it, if there is none."""
-        # What was in flight when the step was planned may have added so many tokens to a row, and
-        # the next drafts lie behind those of this one.
-        most = max(plan.rows.start) + (MOST_AHEAD + 1) * self._buffers.num_drafts
-        # A power of two, so that a request that grows does not want a graph of its own again.
-        num_splits = 1 << (most // self._attention.SPLIT).bit_length()
+        # What was in flight when the step was planned may have added so many tokens to a row.
+        last = max(plan.rows.start) + MOST_AHEAD * self._buffers.num_drafts
         height, eager = sized(len(plan.rows), self._buckets)
-        return Layout(height, width_of(plan), num_splits), eager
+        return Layout(height, width_of(plan), self._most_splits(last)), eager
+
+    def _most_splits(self, last: int) -> int:
+        """Of keys that rows see which begin at position `last` or before, drafts made behind those
+        of the step included."""
+        most = last + self._buffers.num_drafts
+        # A power of two, so that a request that grows does not want a graph of its own again.
+        return 1 << (most // self._attention.SPLIT).bit_length()
 
     def _forward(self, layout: Layout) -> None:
         places, batch = self._expanded(layout)
@@ -151,23 +177,43 @@ class DraftSteps:
 
     def _tail(self, layout: Layout, variant: Variant) -> Tensor:
         """[height, 1 + width] int64: of each row how many tokens it answers, and these."""
-        (height, width, num_splits), (num_drafts, draws, rejects) = layout, variant
-        slots, drafts = self._buffers.slots[:height], self._buffers.drafts(height)
-        hidden = self._buffers.hidden[: height * width]
+        hidden = self._buffers.hidden[: layout.height * layout.width]
         # Before lengths grow: the layer that drafts sees the tokens where the model saw them.
         _, batch = self._expanded(layout)
+
+        def show(settled: Settled) -> Tensor:
+            layer = self._cache.layers[-1]
+            made = self._model.draft(settled.following, hidden, batch, layer)
+            return made.index_select(0, settled.last)
+
+        return self._finish(layout, variant, hidden, batch.token_ids, batch.positions, show)
+
+    def _finish(
+        self,
+        layout: Layout,
+        variant: Variant,
+        hidden: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        show: Callable[[Settled], Tensor],
+    ) -> Tensor:
+        """Settle the rows that the buffers name, of whose places hidden [height * width, hidden],
+        token_ids and positions are, and draft on. `show` has the layer that drafts see the step,
+        and returns its state behind each row's newest token."""
+        (height, width, num_splits), (num_drafts, draws, rejects) = layout, variant
+        slots, drafts = self._buffers.slots[:height], self._buffers.drafts(height)
         drawn = None
         if draws:
             slot_of_place = slots[:, None].expand(height, width).reshape(-1)
-            drawn = (*self._slots.sampling.draws(slot_of_place), batch.positions + 1)
-        judge = self._rejection(layout, batch, drawn) if drawn and rejects and width > 1 else None
+            drawn = (*self._slots.sampling.draws(slot_of_place), positions + 1)
+        judge = None
+        if drawn and rejects and width > 1:
+            judge = self._rejection(layout, token_ids, drawn)
         keys = self._keys(self._model.logits, hidden, drawn, width, judge)
         if self._forced:
-            keys = self._judged(keys, batch, layout)
+            keys = self._judged(keys, token_ids, positions, layout)
         settled = self._kernels.settle_drafts(keys, slots, drafts, self._table, width)
-        layer = self._cache.layers[-1]
-        made = self._model.draft(settled.following, hidden, batch, layer)
-        state = made.index_select(0, settled.last) if num_drafts else made
+        layer, state = self._cache.layers[-1], show(settled)
         for number in range(num_drafts):
             if draws:
                 recipe = self._slots.sampling.draws(slots, drafting=True)
@@ -180,14 +226,14 @@ class DraftSteps:
                 state = self._model.draft(batch.token_ids, state, batch, layer)
         return settled.answers
 
-    def _judged(self, keys: Tensor, batch: ForwardBatch, layout: Layout) -> Tensor:
+    def _judged(self, keys: Tensor, token_ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """Keys that name the draft itself where it is forced."""
         height, width, _ = layout
         places = torch.arange(width, device=keys.device).expand(height, width)
         is_draft = (places < self._buffers.drafts(height)[:, None]).flatten()
         slots = self._buffers.slots[:height, None].expand(height, width).reshape(-1)
-        forced = is_draft & is_forced(self._forced, slots, batch.positions + 1)
-        return torch.where(forced, key_of_id(batch.token_ids.roll(-1)), keys)
+        forced = is_draft & is_forced(self._forced, slots, positions + 1)
+        return torch.where(forced, key_of_id(token_ids.roll(-1)), keys)
 
     def _expanded(self, layout: Layout) -> tuple[Places, ForwardBatch]:
         """The step as the slot table has it; without recurrent states."""
@@ -227,11 +273,11 @@ class DraftSteps:
         batch = ForwardBatch(token_ids, places.positions, places.slot_mapping, plans)
         return places, batch
 
-    def _rejection(self, layout: Layout, batch: ForwardBatch, drawn: Recipe) -> Judge:
+    def _rejection(self, layout: Layout, token_ids: Tensor, drawn: Recipe) -> Judge:
         """As `Speculator.judged` does it for rows that need logits and noise only. What the others
         have is judged as well, and the outcome left."""
         _, width, _ = layout
-        drafted, most = batch.token_ids.roll(-1), self._buffers.drafts(layout.height)
+        drafted, most = token_ids.roll(-1), self._buffers.drafts(layout.height)
 
         def judge(keys: Tensor, logits: Tensor, begin: int) -> None:
             order = torch.arange(len(keys) // width * (width - 1), device=keys.device)
@@ -287,9 +333,10 @@ def width_of(plan: StepPlan) -> int:
 
 
 def used_places(plan: StepPlan) -> list[int]:
-    """Which of the places of `plan` have a token, row by row."""
-    width = width_of(plan)
-    drafts = enumerate(_drafts_of(plan.rows))
+    """Which of the places of the rows of `plan` that answer have a token, row by row."""
+    rows, width = plan.rows, width_of(plan)
+    phases = zip(drafts_of(rows), rows.phase, strict=True)
+    drafts = enumerate(each for each, phase in phases if phase != Phase.CHUNK)
     return [row * width + place for row, each in drafts for place in range(1 + each)]
 
 
@@ -302,5 +349,6 @@ def why_on_host(kinds: Sequence[SlotSampling]) -> str:
     return "checksums" if any(kind.checksums for kind in kinds) else ""
 
 
-def _drafts_of(rows: Rows) -> Sequence[int]:
+def drafts_of(rows: Rows) -> Sequence[int]:
+    """How many drafts each row has."""
     return rows.drafts or [0] * len(rows)

@@ -20,6 +20,7 @@ from unisono.workers.draft_steps import DraftSteps, why_on_host
 from unisono.workers.graph_pool import GraphPool
 from unisono.workers.kv_cache import KVCache
 from unisono.workers.logprobs import prompt_logprobs, token_logprobs
+from unisono.workers.mixed_steps import MixedSteps
 from unisono.workers.prompt_steps import PromptSteps
 from unisono.workers.protocol import Rows, StepPlan, int32s
 from unisono.workers.sampler import Sampler
@@ -70,18 +71,13 @@ class ModelRunner:
         states: StatePool | None = None,
         speculator: Speculator | None = None,
         prompts: PromptSteps | None = None,
+        mixed: MixedSteps | None = None,
     ) -> None:
-        self._model = model
-        self._cache = cache
-        self._slots = slots
-        self._builder = builder
-        self._sampler = sampler
-        self._graphs = graphs
-        self._tracer = tracer
-        self._decode = decode
-        self._states = states
-        self._speculator = speculator
-        self._prompts = prompts if tracer is None else None
+        self._model, self._cache, self._slots = model, cache, slots
+        self._builder, self._sampler, self._graphs = builder, sampler, graphs
+        self._decode, self._tracer = decode, tracer
+        self._states, self._speculator = states, speculator
+        self._prompts, self._mixed = (prompts, mixed) if tracer is None else (None, None)
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepOutput | LateOutput:
@@ -126,7 +122,8 @@ class ModelRunner:
 
     def _run(self, plan: StepPlan) -> StepOutput | LateOutput:
         """A step that the host lays out."""
-        inputs = self._builder.build(plan)
+        mixed = self._mixed if self._mixed is not None and self._mixed.serves(plan) else None
+        inputs = self._builder.build(plan) if mixed is None else mixed.lay_out(plan)
         rows = inputs.rows
         if self._tracer is not None:
             self._tracer.begin(rows, self._slots)
@@ -135,6 +132,8 @@ class ModelRunner:
         if hidden is None:
             key = (len(inputs.batch.token_ids), len(rows))
             hidden = self._graphs.run("forward", key, lambda: self._forward(inputs), why)
+        if mixed is not None:
+            return LateOutput(mixed.tail(plan, inputs, hidden))
         records = prompt_logprobs(rows, self._slots, hidden, self._model.logits, self._sampler)
         return self._answer(plan, inputs, hidden, records, why)
 

@@ -38,6 +38,7 @@ from unisono.workers.memory import (
     host_budget,
     offer,
 )
+from unisono.workers.mixed_steps import MixedSteps
 from unisono.workers.model_runner import LateOutput, ModelRunner, StepOutput
 from unisono.workers.orders import WorkerOrders
 from unisono.workers.profile_run import capture_graphs, measure_budget
@@ -285,20 +286,21 @@ class Worker:
         builder = BatchBuilder(ops, slots, shape, windows, **kinds)
         own = (self._weights, ops, slots, builder, sampler, config.forced_acceptance)
         speculator = Speculator(*own) if num_drafts else None
-        decode = prompts = None
+        decode = prompts = mixed = None
         if self._device.type == "cuda" and is_ours:
             rows, ids = config.max_requests, config.model.vocab_size * config.random_padding
             sizes = (rows, config.model.hidden_size, self._dtype, self._device, num_drafts, ids)
             buffers = StepBuffers(*sizes)
             owned = (self._cache, slots, sampler, self._graphs, buffers, config.graph_buckets)
             where = (shape, windows, self._states)
-            decode = (
-                DraftSteps(self._weights, *owned, *where, config.forced_acceptance, speculator)
-                if num_drafts
-                else DecodeSteps(self._weights, *owned, *where)
-            )
+            if num_drafts:
+                how = (config.forced_acceptance, speculator)
+                decode = DraftSteps(self._weights, *owned, *where, *how)
+                mixed = MixedSteps(self._weights, self._cache, slots, builder, windows, decode)
+            else:
+                decode = DecodeSteps(self._weights, *owned, *where)
             if not off:
                 used = (self._weights, self._cache, slots, self._graphs, config.graph_buckets)
                 prompts = PromptSteps(*used, *where, ids)
         parts = (self._weights, self._cache, slots, builder, sampler, self._graphs)
-        return ModelRunner(*parts, decode, self._tracer, self._states, speculator, prompts)
+        return ModelRunner(*parts, decode, self._tracer, self._states, speculator, prompts, mixed)

@@ -75,8 +75,10 @@ class Both:
     @torch.inference_mode()
     def __init__(self, path: Path, ops_of: Any = with_device_plans, **options: Any) -> None:
         eager_ops = options.pop("eager_ops", lambda rank, ops: ops)
+        prompts = options.pop("prompt_graphs", False)
         self.eager = LocalEngine(path, ops_of=eager_ops, **options)
-        self.bodies = LocalEngine(path, graphs=True, ops_of=ops_of, **options)
+        options |= {"graphs": True, "prompt_graphs": prompts}
+        self.bodies = LocalEngine(path, ops_of=ops_of, **options)
         self.plans: list[StepPlan] = []
         for rank in (*self.eager.ranks, *self.bodies.ranks):
             for buffer in memory_of(rank):
