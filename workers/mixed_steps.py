@@ -118,13 +118,14 @@ class MixedSteps:
             made = self._model.draft(following, hidden, batch, self._cache.layers[-1])
             return made.index_select(0, at.index_select(0, settled.last))
 
-        places = (hidden, batch.token_ids, batch.positions)
         return self._drafts.finish_eagerly(
             slots,
             drafts,
             Variant(plan.num_proposals, self._slots.sampling.draw(slots), False),
             max(map(sum, zip(rows.start, rows.count, strict=True))),
-            *(each.index_select(0, at) for each in places),
+            hidden.index_select(0, at),
+            batch.token_ids.index_select(0, at),
+            batch.positions.index_select(0, at),
             show,
         )
 

@@ -286,7 +286,8 @@ class Worker:
         builder = BatchBuilder(ops, slots, shape, windows, **kinds)
         own = (self._weights, ops, slots, builder, sampler, config.forced_acceptance)
         speculator = Speculator(*own) if num_drafts else None
-        decode = prompts = mixed = None
+        decode: DecodeSteps | DraftSteps | None = None
+        prompts = mixed = None
         if self._device.type == "cuda" and is_ours:
             rows, ids = config.max_requests, config.model.vocab_size * config.random_padding
             sizes = (rows, config.model.hidden_size, self._dtype, self._device, num_drafts, ids)
@@ -295,8 +296,8 @@ class Worker:
             where = (shape, windows, self._states)
             if num_drafts:
                 how = (config.forced_acceptance, speculator)
-                decode = DraftSteps(self._weights, *owned, *where, *how)
-                mixed = MixedSteps(self._weights, self._cache, slots, builder, windows, decode)
+                decode = drafts = DraftSteps(self._weights, *owned, *where, *how)
+                mixed = MixedSteps(self._weights, self._cache, slots, builder, windows, drafts)
             else:
                 decode = DecodeSteps(self._weights, *owned, *where)
             if not off:
