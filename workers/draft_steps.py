@@ -144,7 +144,7 @@ class DraftSteps:
         """The tail of a step that was laid out otherwise: rows of `slots` with so many `drafts`, no
         token of them behind position `last`. The rest as `_finish` has it."""
         height = len(slots)
-        layout = Layout(height, len(hidden) // max(height, 1), self._most_splits(last))
+        layout = Layout(height, len(hidden) // height, self._most_splits(last))
         self._buffers.give_slots(slots, height, drafts)
         places = (hidden, token_ids, positions, show)
         return self._graphs.run(
@@ -291,9 +291,9 @@ class DraftSteps:
                 piece = slice(first, first + PIECE_PLACES)
                 at = rows[piece] * width + numbers[piece]
                 made_from = self._drafted_from()[slots[piece], numbers[piece]]
-                outcome = self._sampler.judge_as_it_is(
+                outcome = self._sampler.judge(
                     *(logits[at], self._model.draft_logits(made_from), drafted[begin + at]),
-                    *(temperature[piece], seeds[piece], positions[piece]),
+                    (temperature[piece], seeds[piece], positions[piece]),
                 )
                 keys.index_copy_(0, at, torch.where(is_judged[piece], outcome, keys[at]))
 

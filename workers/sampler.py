@@ -49,30 +49,30 @@ class Sampler:
         return self._ops.settle_drafts(keys, slots, none, table.tensors, 1).answers
 
     def judge(
-        self, logits: Tensor, draft_logits: Tensor, drafted: Tensor, rows: SamplingRows
-    ) -> Tensor:
-        """Keys [n] that name the token of each place whose draft, drafted [n] int64, was drawn from
-        draft_logits and may be rejected: the draft, or what takes its place; or a NaN.
-
-        logits and draft_logits [n, this rank's rows] fp32 are as they come; `rows` says how each
-        place is drawn. The places are brought whole to every rank, so that all judge alike. Waits
-        for nothing.
-        """
-        model, draft = (self._drawable(each, rows) for each in (logits, draft_logits))
-        return self._judged(model, draft, drafted, rows.temperature, rows.seeds, rows.positions)
-
-    def judge_as_it_is(
         self,
         logits: Tensor,
         draft_logits: Tensor,
         drafted: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
+        drawn: tuple[Tensor, Tensor, Tensor],
+        rows: SamplingRows | None = None,
     ) -> Tensor:
-        """`judge` of places that need logits and noise only; temperature, seeds, positions [n]."""
-        model, draft = self._whole(logits), self._whole(draft_logits)
-        return self._judged(model, draft, drafted, temperature, seeds, positions)
+        """Keys [n] that name the token of each place whose draft, drafted [n] int64, was drawn from
+        draft_logits and may be rejected: the draft, or what takes its place; or a NaN.
+
+        logits and draft_logits [n, this rank's rows] fp32 are as they come; `drawn` are the
+        temperature, seed and position [n] of each place, and `rows` says what else is done to its
+        logits; None: nothing. The places are brought whole to every rank, so that all judge alike.
+        Waits for nothing.
+        """
+        temperature, seeds, positions = drawn
+        model, draft = (
+            self._whole(each) if rows is None else self._drawable(each, rows)
+            for each in (logits, draft_logits)
+        )
+        luck = self._ops.chance(seeds, positions)
+        left = self._ops.judge_drafts(model, draft, drafted, temperature, luck)
+        draws = (torch.ones_like(temperature), seeds.contiguous(), positions, 0, self._num_ids)
+        return self._group.max(self._ops.noisy_argmax_keys(left, *draws))
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
         """logits [R, this rank's rows] fp32, token_ids [R] int64 -> [R, logprob_width] int32.
@@ -161,21 +161,6 @@ class Sampler:
         if len(at := rows.filtered):
             whole = whole.index_copy(0, at, self._filtered(whole[at], rows))
         return whole
-
-    def _judged(
-        self,
-        logits: Tensor,
-        draft_logits: Tensor,
-        drafted: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-    ) -> Tensor:
-        """The same of whole rows of logits [n, vocabulary]."""
-        luck = self._ops.chance(seeds, positions)
-        left = self._ops.judge_drafts(logits, draft_logits, drafted, temperature, luck)
-        draws = (torch.ones_like(temperature), seeds.contiguous(), positions, 0, self._num_ids)
-        return self._group.max(self._ops.noisy_argmax_keys(left, *draws))
 
     def _whole(self, logits: Tensor) -> Tensor:
         return self._group.gather(logits, self._widths)[:, : self._num_ids]

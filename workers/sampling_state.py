@@ -12,6 +12,8 @@ from torch import Tensor
 from unisono.ops.transfer import upload_all
 from unisono.workers.protocol import SlotSampling, StepPlan
 
+_SEED, _DRAFT_SEED = 1, 4
+"""Columns of the whole numbers of a slot, as `_wholes_of` has them."""
 _DRAFT_STREAM = 1 << 62
 """Tells the seeds of drafts that are judged by rejection from those of the tokens that take their
 place: neither may know of the other's noise."""
@@ -109,11 +111,11 @@ class SamplingState:
     def draws(self, slots: Tensor, *, drafting: bool = False) -> tuple[Tensor, Tensor]:
         """Temperature [n] fp64, 0 for greedy ones, and seed [n] int64 of slots [n]. `drafting`:
         what is drawn are drafts."""
-        return self._reals[slots, 0], self._wholes[slots, 4 if drafting else 1]
+        return self._reals[slots, 0], self._wholes[slots, _DRAFT_SEED if drafting else _SEED]
 
     def rejecting(self, slots: Tensor) -> Tensor:
         """Whether drafts of slots [n] are judged by rejection sampling, [n] bool."""
-        return self._wholes[slots, 1] != self._wholes[slots, 4]
+        return self._wholes[slots, _SEED] != self._wholes[slots, _DRAFT_SEED]
 
     def rows(
         self,

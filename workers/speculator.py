@@ -174,6 +174,7 @@ class Speculator:
             assert self._drafted_from is not None, "drafts were made"
             draft_logits = self._model.draft_logits(self._drafted_from[slots, numbers])
             drafted = table.token_ids[slots, positions]
-            outcome = self._sampler.judge(logits[at], draft_logits, drafted, rows)
+            drawn = rows.temperature, rows.seeds, rows.positions
+            outcome = self._sampler.judge(logits[at], draft_logits, drafted, drawn, rows)
             keys = keys.index_copy(0, at, outcome)
         return keys

@@ -23,7 +23,7 @@ from unisono.ops.attention import PAGE, AttentionShape
 from unisono.ops.kernels.attention_decode import decode_kernel, merge_kernel
 from unisono.ops.kernels.attention_prefill import prefill_kernel
 from unisono.ops.kernels.attention_tiles import SPLIT_TILES
-from unisono.ops.kernels.gaps import Outputs
+from unisono.ops.kernels.gaps import Outputs, output
 from unisono.ops.kernels.launch import power_of_two
 from unisono.ops.kernels.overlap import overlap_options
 from unisono.ops.transfer import upload
@@ -224,10 +224,7 @@ def paged_attention(
     assert scale > 0
     if q.stride(2) != 1 or q.stride(1) != shape.head_dim:
         q = q.contiguous()
-    if plan.outputs is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    else:
-        out = plan.outputs.like(q, *q.shape)
+    out = output(plan.outputs, q, *q.shape)
     if plan.few is not None:
         _run_decode(out, q, k_cache, v_cache, plan, plan.few, scale * LOG2_E, slopes)
     if plan.many is not None:

@@ -18,6 +18,7 @@ from unisono.ops.kernels.alignment import row_alignment
 from unisono.ops.kernels.delta_chunks import VECTORS, scan_kernel, system_kernel
 from unisono.ops.kernels.delta_plan import DeltaPlan
 from unisono.ops.kernels.delta_steps import keep_kernel, step_kernel
+from unisono.ops.kernels.gaps import output
 from unisono.ops.kernels.launch import blocks_of, power_of_two
 from unisono.ops.kernels.overlap import overlap_options
 
@@ -54,11 +55,7 @@ def delta_rule(
     """
     _, heads, value_dim, key_dim = state.shape
     _check(mixed, b, a, decay, dt_bias, state, num_key_heads)
-    shape = (len(mixed), heads, value_dim)
-    if plan.outputs is None:
-        out = torch.empty(shape, dtype=mixed.dtype, device=mixed.device)
-    else:
-        out = plan.outputs.like(mixed, *shape)
+    out = output(plan.outputs, mixed, len(mixed), heads, value_dim)
     common = {
         "KEY_HEADS": num_key_heads,
         "HEADS": heads,

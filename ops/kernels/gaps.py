@@ -22,3 +22,11 @@ class Outputs:
         if name not in self._kept:
             self._kept[name] = x.new_zeros(shape)
         return self._kept[name]
+
+
+def output(outputs: Outputs | None, like: Tensor, *shape: int) -> Tensor:
+    """Where an op writes [*shape] of the dtype of `like`: into what `outputs` hands out, or, where
+    each token is some row's, into memory that holds anything."""
+    if outputs is None:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    return outputs.like(like, *shape)
