@@ -3,12 +3,14 @@
 Over the linear layers of real models, at row counts below the border, each launch on a weight that
 is not in the cache, beside `torch.nn.functional.linear` as torch comes and the time that the bytes
 take. All tiles must give the same bits. Prints the best tile of every shape; the tables to fill
-are in ops/kernels/linear_tiles.py.
+are in ops/kernels/linear_tiles.py. With --border: at row counts from the border up, beside the
+library that serves there.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -27,13 +29,18 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from unisono.ops.kernels.linear import forbid_split_k, ordered_product
+from unisono.ops.kernels.linear import forbid_split_k, library_product, ordered_product
 from unisono.ops.kernels.linear_tiles import BORDER, HEIGHTS, Tile, candidates, height_of
 from unisono.ops.timing import read_bytes_per_s
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 63)
 ROWS_OF_ALL_TILES = (1, 16, 32, 63)
 """Here every candidate is timed; elsewhere those that were best at the same height."""
+MIDDLE_ROWS = range(BORDER, 257, 16)
+MIDDLE_TILES = tuple(
+    Tile(outputs=outputs, rows=rows, depth=128, warps=4, stages=5, bulk=bulk)
+    for outputs, rows, bulk in ((16, 64, False), (32, 64, False), (64, 64, True), (64, 32, False))
+) + (Tile(outputs=128, rows=64, depth=128, warps=4, stages=4, bulk=True),)
 COLD_BYTES = 160 << 20
 """Bytes that pass between two reads of a weight: three times the cache of an H200."""
 KEPT = 3
@@ -87,9 +94,15 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("result", type=Path, help="where to write the figures, as JSON")
     options.add_argument("--seconds", type=float, default=150.0, help="stop after that long")
+    options.add_argument("--border", action="store_true", help="where the library serves")
     asked = options.parse_args()
     deadline = time.monotonic() + asked.seconds
     shapes = list(all_shapes())
+    if asked.border:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            entries = list(measure_border(shapes, deadline))
+        asked.result.write_text(json.dumps(entries))
+        return 0
     compile_tiles(shapes)
     print(f"{len(shapes)} shapes; tiles compiled, {deadline - time.monotonic():.0f} s left")
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -201,6 +214,27 @@ def measure_shape(shape: Shape, buffer: Tensor) -> tuple[list[dict[str, Any]], l
     return entries, unequal
 
 
+def measure_border(shapes: list[Shape], deadline: float) -> Iterator[dict[str, Any]]:
+    """Time the library and a few tiles at the heights of graphs; print where a tile is faster."""
+    most = max(2 * shape.outputs * shape.inputs for shape in shapes)
+    buffer = torch.randn(most, dtype=torch.bfloat16, device="cuda")
+    forbid_split_k()
+    for shape, rows in itertools.product(shapes, MIDDLE_ROWS):
+        if shape.name.endswith("head") or time.monotonic() > deadline:
+            continue
+        weights = _cold_copies(shape, buffer)
+        x = torch.randn(rows, shape.inputs, dtype=torch.bfloat16, device="cuda")
+        library = time_us(_by_library(x, shape.out_dtype), weights)
+        times = {tile: time_us(_launch(x, shape.out_dtype, tile), weights) for tile in MIDDLE_TILES}
+        best = min(times, key=lambda tile: times[tile])
+        if times[best] < library:
+            print(
+                f"{shape.name} {rows} rows: library {library:.2f} us, {times[best]:.2f} by {best}"
+            )
+        timed = [asdict(tile) | {"us": us} for tile, us in times.items()]
+        yield {"name": shape.name, "rows": rows, "library_us": library, "times": timed}
+
+
 def suggested_table(entries: list[dict[str, Any]], height: int) -> list[str]:
     """Rows for the table of a height: ranges of outputs, each with the tile that loses least.
 
@@ -292,6 +326,10 @@ def _worth_timing(shape: Shape, rows: int, found: dict[int, dict[Tile, float]]) 
 
 def _launch(x: Tensor, out_dtype: torch.dtype, tile: Tile) -> Callable[[Tensor], Tensor]:
     return lambda weight: ordered_product(x, weight, out_dtype, tile)
+
+
+def _by_library(x: Tensor, out_dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda weight: library_product(x, weight.T, out_dtype)
 
 
 def _compile(kind: tuple[Tile, bool, torch.dtype]) -> None:

@@ -42,6 +42,10 @@ NUM_FIELDS = 5
 _FEW_PROGRAMS = 132
 """Up to here every program has a multiprocessor to itself and may fill its shared memory."""
 
+_TAKES = ((1024, 4), (512, 2))
+"""From so many rows times KV heads, splits that a program takes: it starts once for all of them,
+and leaves less to merge. Fewer programs would end at too different times."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewQueries:
@@ -84,6 +88,10 @@ class Launch(NamedTuple):
     height: int
     warps: int
     stages: int
+    takes: int = 1
+    """Splits of a program, of the decode kernel."""
+    registers: int | None = None
+    """Most of a thread; None: as many as the compiler likes."""
 
 
 def plan_attention(
@@ -267,17 +275,16 @@ def _run_decode(
     slopes: Tensor | None,
 ) -> None:
     shape, kv_heads, num_records = plan.shape, plan.shape.num_kv_heads, few.records.shape[1]
-    programs = num_records * kv_heads * few.num_splits
-    launch = _decode_launch(shape, q.dtype, few.longest, programs)
+    launch = _decode_launch(shape, q.dtype, few.longest, num_records * kv_heads, few.num_splits)
     per_tile = launch.height // shape.group
     tiles_per_record = -(-few.longest // per_tile)
     rows = min(per_tile, few.longest) * shape.group
-    direct = few.num_splits == 1
+    direct = few.num_splits <= launch.takes
     size = 0 if direct else few.num_partials * tiles_per_record * kv_heads * rows
     sums, partials = _scratch(size, shape.head_dim, q.device)
     common = _common(plan, per_tile)
     num_tiles = num_records * tiles_per_record
-    decode_kernel[(num_tiles, kv_heads, few.num_splits)](
+    decode_kernel[(num_tiles, kv_heads, -(-few.num_splits // launch.takes))](
         q,
         k_cache,
         v_cache,
@@ -296,10 +303,11 @@ def _run_decode(
         rows,
         BLOCK_M=launch.height,
         ALIBI=slopes is not None,
-        DIRECT=direct,
+        TAKES=launch.takes,
         PRECISION=_precision(q.dtype),
         STAGES=launch.stages,
         num_warps=launch.warps,
+        maxnreg=launch.registers,
         **common,
     )
     if direct:
@@ -314,6 +322,7 @@ def _run_decode(
         tiles_per_record,
         rows,
         HEIGHT=height,
+        TAKES=launch.takes,
         num_warps=min(4, height),
         **common,
     )
@@ -375,18 +384,24 @@ def _common(plan: AttentionPlan, per_tile: int) -> dict[str, Any]:
 
 
 def _decode_launch(
-    shape: AttentionShape, dtype: torch.dtype, longest: int, programs: int
+    shape: AttentionShape, dtype: torch.dtype, longest: int, heads: int, num_splits: int
 ) -> Launch:
-    """For rows of up to `longest` tokens; no taller than they fill, and than registers hold."""
+    """For rows of up to `longest` tokens, which have `heads` KV heads together; no taller than
+    they fill, and than registers hold."""
     dim = shape.head_dim
     tallest = 16 if dtype == torch.float32 else 64
     height = max(16, power_of_two(min(longest * shape.group, tallest)))
     height = max(height, power_of_two(shape.group))
+    takes = next((takes for least, takes in _TAKES if heads >= least), 1)
     if dtype == torch.float32:
-        return Launch(height, 4 if dim <= 64 else 8, 1)
+        return Launch(height, 4 if dim <= 64 else 8, 1, takes)
     # A stage is a tile of keys and one of values: 32 KB at 128 channels, of the 227 KB there are.
     deep = 6 if dim <= 64 else 5 if dim <= 128 else 2
-    return Launch(height, 4, deep if programs <= _FEW_PROGRAMS else min(deep, 3))
+    if heads * num_splits <= _FEW_PROGRAMS:
+        return Launch(height, 4, deep, takes)
+    # Three programs on a processor, which the compiler would make two with a few registers more.
+    is_slim = height == 16 and dim <= 128
+    return Launch(height, 4, min(deep, 3), takes, 168 if is_slim else None)
 
 
 def _prefill_launch(shape: AttentionShape, dtype: torch.dtype, programs: int) -> Launch:

@@ -1,9 +1,11 @@
-"""Paged attention for few queries a request: one program per (tile, KV head, split of 256 keys).
+"""Paged attention for few queries a request: one program per (tile, KV head, TAKES splits).
 
-Wins where keys are many and queries few: decoding and verification of drafts. Splits write their
-partials to fp32 scratch and `merge_kernel` adds them left to right; where a plan has no request
-longer than one split, the first kernel writes the output itself. Positions and counts are read on
-the device, so a captured launch serves all lengths up to its number of splits.
+Wins where keys are many and queries few: decoding and verification of drafts. Splits are merged
+left to right. The first program of a tile merges its own, and where those are all it writes the
+output itself; other splits write partials to fp32 scratch, which `merge_kernel` adds. Few programs
+take one split each, to use the whole card; many take several, and most requests need no scratch.
+Positions and counts are read on the device, so a captured launch serves all lengths up to its
+number of splits.
 """
 
 from __future__ import annotations
@@ -65,83 +67,91 @@ def decode_kernel(
     DIM_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
     ALIBI: tl.constexpr,
-    DIRECT: tl.constexpr,
+    TAKES: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Grid (tiles, KV heads, splits): the split counts from the first that the tile sees.
+    """Grid (tiles, KV heads, splits / TAKES): splits count from the first that the tile sees.
 
-    sums [partials, tiles_per_record, kv_heads, rows, 2] holds m and l, partials [.., DIM] acc;
-    both unused if DIRECT (one split at most).
+    sums [partials, tiles_per_record, kv_heads, rows, 2] holds m and l, partials [.., DIM] acc, of
+    split 0 the total of the first TAKES; both unused if there are no more.
     """
     begin(OVERLAPS)
     index = tl.program_id(0)
     kv_head = tl.program_id(1)
-    ordinal = tl.program_id(2)
+    first = tl.program_id(2) * TAKES
     row, token, position, length, partial = load_record(
         records_ptr, num_records, index, tiles_per_record, PER_TILE
     )
     last = position + length - 1
     low = first_visible(position, WINDOW)
-    split = low // (TILE * SPLIT_TILES) + ordinal
-    if (length > 0) & (split * (TILE * SPLIT_TILES) <= last):
+    skipped = low // (TILE * SPLIT_TILES)
+    count = last // (TILE * SPLIT_TILES) - skipped + 1
+    if (length > 0) & (first < count):
         r = tl.arange(0, BLOCK_M)
         q = load_query(q_ptr, q_stride, token, length, kv_head, GROUP, BLOCK_M, DIM, DIM_PAD)
         slopes = load_slopes(slopes_ptr, kv_head, GROUP, BLOCK_M, ALIBI)
         end_tile = last // TILE + 1
-        blocks = load_blocks(table_ptr + row.to(tl.int64) * table_stride, split, end_tile)
+        table_row = table_ptr + row.to(tl.int64) * table_stride
+        ahead = load_blocks(table_row, skipped + first, end_tile)
         head_offset = kv_head * (TILE * DIM)
-        m, l, acc = attend_tiles(  # noqa: E741
-            tl.full([BLOCK_M], float("-inf"), tl.float32),
-            tl.zeros([BLOCK_M, SUMS], tl.float32),
-            tl.zeros([BLOCK_M, DIM_PAD], tl.float32),
-            q,
-            k_ptr + head_offset,
-            v_ptr + head_offset,
-            block_stride,
-            blocks,
-            tl.maximum(split * SPLIT_TILES, low // TILE),
-            tl.minimum(split * SPLIT_TILES + SPLIT_TILES, end_tile),
-            position + r // GROUP,
-            slopes,
-            low,
-            last + 1,
-            scale,
-            DIM,
-            DIM_PAD,
-            WINDOW,
-            ALIBI,
-            True,
-            PRECISION,
-            STAGES,
-        )
-        total = tl.max(l, 1)
-        if DIRECT:
-            _, total, acc = merge_partial(
+        # Where the partial of split 0 lies, and how many rows further the next one does.
+        at = partial * tiles_per_record + index % tiles_per_record
+        at = (at.to(tl.int64) * tl.num_programs(1) + kv_head) * rows
+        step = tiles_per_record.to(tl.int64) * tl.num_programs(1) * rows
+        used = r < length * GROUP
+        total_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total_l = tl.zeros([BLOCK_M], tl.float32)
+        total_acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+        for ordinal in tl.range(first, tl.minimum(first + TAKES, count), num_stages=1):
+            split = skipped + ordinal
+            blocks = ahead
+            ahead = load_blocks(table_row, split + 1, end_tile)
+            m, l, acc = attend_tiles(  # noqa: E741
                 tl.full([BLOCK_M], float("-inf"), tl.float32),
-                tl.zeros([BLOCK_M], tl.float32),
+                tl.zeros([BLOCK_M, SUMS], tl.float32),
                 tl.zeros([BLOCK_M, DIM_PAD], tl.float32),
-                m,
-                total,
-                acc,
+                q,
+                k_ptr + head_offset,
+                v_ptr + head_offset,
+                block_stride,
+                blocks,
+                tl.maximum(split * SPLIT_TILES, low // TILE),
+                tl.minimum(split * SPLIT_TILES + SPLIT_TILES, end_tile),
+                position + r // GROUP,
+                slopes,
+                low,
+                last + 1,
+                scale,
+                DIM,
+                DIM_PAD,
+                WINDOW,
+                ALIBI,
+                True,
+                PRECISION,
+                STAGES,
             )
-            num_heads = tl.num_programs(1) * GROUP
-            store_output(
-                out_ptr, total, acc, r, token, length, kv_head, num_heads, GROUP, DIM, DIM_PAD
-            )
-        else:
-            of_tile = (partial + ordinal) * tiles_per_record + index % tiles_per_record
-            at = (of_tile.to(tl.int64) * tl.num_programs(1) + kv_head) * rows + r
-            d = tl.arange(0, DIM_PAD)
-            used = r < length * GROUP
-            tl.store(sums_ptr + at * 2, m, mask=used)
-            tl.store(sums_ptr + at * 2 + 1, total, mask=used)
-            tl.store(
-                partials_ptr + at[:, None] * DIM + d[None, :],
-                acc,
-                mask=used[:, None] & (d < DIM)[None, :],
-            )
+            if first == 0:
+                total_m, total_l, total_acc = merge_partial(
+                    total_m, total_l, total_acc, m, tl.max(l, 1), acc
+                )
+            else:
+                here = at + ordinal * step + r
+                _store_partial(
+                    sums_ptr, partials_ptr, here, used, m, tl.max(l, 1), acc, DIM, DIM_PAD
+                )
+        if first == 0:
+            if count <= TAKES:
+                num_heads = tl.num_programs(1) * GROUP
+                store_output(
+                    out_ptr, total_l, total_acc, r, token, length, kv_head, num_heads, GROUP, DIM,
+                    DIM_PAD,
+                )  # fmt: skip
+            else:
+                _store_partial(
+                    sums_ptr, partials_ptr, at + r, used, total_m, total_l, total_acc, DIM, DIM_PAD
+                )
 
 
 @launchable
@@ -160,6 +170,7 @@ def merge_kernel(
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
+    TAKES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Grid (tiles, KV heads, rows of a partial / HEIGHT): merge partials, left to right."""
@@ -170,20 +181,21 @@ def merge_kernel(
     _, token, position, length, partial = load_record(
         records_ptr, num_records, index, tiles_per_record, PER_TILE
     )
-    if first_row < length * GROUP:
-        low = first_visible(position, WINDOW)
-        first_split = low // (TILE * SPLIT_TILES)
-        count = (position + length - 1) // (TILE * SPLIT_TILES) - first_split + 1
+    low = first_visible(position, WINDOW)
+    first_split = low // (TILE * SPLIT_TILES)
+    count = (position + length - 1) // (TILE * SPLIT_TILES) - first_split + 1
+    # Nobody looks at the count of a tile without a query.
+    if (first_row < length * GROUP) & (count > TAKES):
         r = first_row + tl.arange(0, HEIGHT)
         # Row r of the first partial, and how many rows further the next one is.
         at = partial * tiles_per_record + index % tiles_per_record
         at = (at.to(tl.int64) * tl.num_programs(1) + kv_head) * rows
         at += tl.minimum(r, length * GROUP - 1)
         step = tiles_per_record.to(tl.int64) * tl.num_programs(1) * rows
-        m = tl.full([HEIGHT], float("-inf"), tl.float32)
-        l = tl.zeros([HEIGHT], tl.float32)  # noqa: E741
-        acc = tl.zeros([HEIGHT, DIM_PAD], tl.float32)
-        for ordinal in tl.range(0, count, 4, num_stages=1):
+        m, l, acc = _load_partial(  # noqa: E741
+            sums_ptr, partials_ptr, at, 0, count, step, DIM, DIM_PAD
+        )
+        for ordinal in tl.range(TAKES, count, 4, num_stages=1):
             # Four at a time are on their way: else each would wait for the one before.
             here = at + ordinal * step
             left = count - ordinal
@@ -205,6 +217,27 @@ def merge_kernel(
             m, l, acc = merge_partial(m, l, acc, m_3, l_3, acc_3)  # noqa: E741
         num_heads = tl.num_programs(1) * GROUP
         store_output(out_ptr, l, acc, r, token, length, kv_head, num_heads, GROUP, DIM, DIM_PAD)
+
+
+@triton.jit
+def _store_partial(
+    sums_ptr: tl.tensor,
+    partials_ptr: tl.tensor,
+    at: tl.tensor,
+    used: tl.tensor,
+    m: tl.tensor,
+    l: tl.tensor,  # noqa: E741
+    acc: tl.tensor,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+) -> None:
+    """Keep rows `at` [M], those that are `used`."""
+    d = tl.arange(0, DIM_PAD)
+    tl.store(sums_ptr + at * 2, m, mask=used)
+    tl.store(sums_ptr + at * 2 + 1, l, mask=used)
+    tl.store(
+        partials_ptr + at[:, None] * DIM + d[None, :], acc, mask=used[:, None] & (d < DIM)[None, :]
+    )
 
 
 @triton.jit

@@ -29,6 +29,7 @@ from unisono.ops.kernels.linear_tiles import (
     TYPES,
     Tile,
     height_of,
+    middle_tiles,
     narrow_tile,
     tall_tile,
 )
@@ -99,7 +100,8 @@ def pack_head(weight: Tensor, verdicts: Verdicts) -> Linear:
 
 
 class OrderedLinear:
-    """The product with one weight: tiles below the border, `verdict.tall` from there up."""
+    """The product with one weight: tiles below the border, `verdict.tall` from there up, but where
+    the tables know a faster tile."""
 
     def __init__(self, weight: Tensor, verdict: Verdict) -> None:
         num_outputs, num_inputs = weight.shape
@@ -110,7 +112,10 @@ class OrderedLinear:
             for height in HEIGHTS
         }
         self._one_tile = narrow[HEIGHTS[0]] if verdict.tall == "one tile" else None
+        middle = middle_tiles(num_outputs, num_inputs, weight.dtype)
+        laid_out = {tile: Tiled.of(weight, tile) for tile in set(middle.values())}
         self._narrow = [narrow[height_of(max(rows, 1))] for rows in range(BORDER)]
+        self._middle = {rows: laid_out[tile] for rows, tile in middle.items()}
         self._uses_library = verdict.tall == "cublaslt"
 
     @property
@@ -121,13 +126,12 @@ class OrderedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, in], of the dtype of the weight -> [tokens, out]."""
         num_rows = x.shape[0]
-        if num_rows >= BORDER and self._uses_library:
-            return library_product(x.contiguous(), self._transposed, self._out_dtype)
-        if self._one_tile is not None:
-            tiled = self._one_tile
-        elif num_rows < BORDER:
-            tiled = self._narrow[num_rows]
-        else:
+        tiled = self._one_tile
+        if tiled is None:
+            tiled = self._narrow[num_rows] if num_rows < BORDER else self._middle.get(num_rows)
+        if tiled is None:
+            if self._uses_library:
+                return library_product(x.contiguous(), self._transposed, self._out_dtype)
             tiled = Tiled.of(self._weight, tall_tile(num_rows, self._dtype))
         return tiled_product(x.contiguous(), tiled, self._out_dtype)
 
@@ -312,6 +316,7 @@ def _judge(weight: Tensor, out_dtype: torch.dtype) -> Verdict:
     first, *others = [
         *(narrow_tile(num_outputs, num_inputs, height, weight.dtype) for height in HEIGHTS),
         *(tall_tile(rows, weight.dtype) for rows in (BORDER, _PROBED_ALWAYS)),
+        *set(middle_tiles(num_outputs, num_inputs, weight.dtype).values()),
     ]
     want = ordered_product(x, weight, out_dtype, first)
     for tile in others:

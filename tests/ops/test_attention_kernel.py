@@ -143,9 +143,10 @@ def test_slopes_are_those_of_the_formula(window):
     assert_same_bits("decoded with slopes", last, prompt[-1:])
 
 
-@pytest.mark.parametrize("window", [0, 100])
-def test_a_row_has_one_answer(window):
-    # A window sees two splits at most; without one there are three to merge.
+@pytest.mark.parametrize(("window", "takes"), [(0, 1), (100, 1), (0, 2), (100, 2), (0, 4)])
+def test_a_row_has_one_answer(window, takes, monkeypatch):
+    monkeypatch.setattr(attention, "_TAKES", ((0, takes),))
+    # A window sees two splits at most; without one there are up to five to merge.
     lengths = LENGTHS[:-1] if window else LENGTHS
     _assert_one_answer(request(max(lengths), AttentionShape(3, 1, 16), DTYPE), window, lengths)
 
@@ -187,10 +188,12 @@ def test_where_blocks_lie_changes_nothing():
         assert_same_bits("moved", there, here)
 
 
-@pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("group", [2, 7])
-def test_a_plan_made_on_the_device(window, group):
+@pytest.mark.parametrize(
+    ("window", "group", "takes"), [(0, 2, 1), (100, 2, 2), (0, 7, 2), (100, 7, 1), (0, 2, 4)]
+)
+def test_a_plan_made_on_the_device(window, group, takes, monkeypatch):
     """Upper bounds on the host, lengths on the device; 16 tokens of 7 heads take two tiles."""
+    monkeypatch.setattr(attention, "_TAKES", ((0, takes),))
     shape = AttentionShape(group, 1, 32)
     one = request(1100, shape, DTYPE)
     starts, counts = [1000, 0, 505, 40], [16, 3, 0, 11]
@@ -318,15 +321,14 @@ def test_launch_settings_change_no_bits(dim, monkeypatch):
         monkeypatch.setattr(attention, "_prefill_launch", lambda *_, launch=launch: launch)
         (got,) = one.attend([0], [1500])
         assert_same_bits(f"prompt, {launch}", got, want)
-    for height, warps in [(16, 1), (16, 8), (32, 2), (64, 4), (64, 8)]:
-        monkeypatch.setattr(
-            attention,
-            "_decode_launch",
-            lambda *_, height=height, warps=warps: Launch(height, warps, 2),
-        )
+    settings = [(16, 1, 2, 1), (16, 8, 2, 2), (32, 2, 2, 4), (64, 4, 2, 2), (64, 8, 2, 8)]
+    settings += [(16, 4, 3, takes) for takes in (1, 2, 4, 8)]
+    for setting in settings:
+        launch = Launch(*setting)
+        monkeypatch.setattr(attention, "_decode_launch", lambda *_, launch=launch: launch)
         for count in (1, 5, 16):
             (got,) = one.attend([1500 - count], [count])
-            assert_same_bits(f"{count} rows, height {height}, {warps} warps", got, want[-count:])
+            assert_same_bits(f"{count} rows, {launch}", got, want[-count:])
 
 
 @pytest.mark.gpu

@@ -182,6 +182,20 @@ def test_the_verdict_says_what_serves_from_the_border_up(
     assert str(verdict) == f"float16 [40, 72]: {tall} from 64 rows up (a test)"
 
 
+def test_a_table_may_know_better_than_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(kernels, "library_product", lambda x, *_: calls.append(len(x)))
+    monkeypatch.setattr(kernels, "tiled_product", lambda x, tiled, _: calls.append(tiled.tile.rows))
+    weight, dtype = _ones(1024, 72, torch.float16), torch.float16
+    verdict = Verdict(
+        shape=(1024, 72), dtype=dtype, out_dtype=dtype, tall="cublaslt", reason="a test"
+    )
+    product = OrderedLinear(weight, verdict)
+    for rows in (BORDER - 1, BORDER, 128, 129):
+        product(_ones(rows, 72, dtype))
+    assert calls == [64, 64, 64, 129]
+
+
 def test_equal_shapes_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = []
     judge = kernels._judge

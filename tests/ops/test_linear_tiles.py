@@ -8,9 +8,11 @@ import torch
 from unisono.ops.kernels.linear_tiles import (
     BORDER,
     HEIGHTS,
+    MOST_MIDDLE,
     SHARED_BYTES,
     candidates,
     height_of,
+    middle_tiles,
     narrow_tile,
     tall_tile,
 )
@@ -52,6 +54,21 @@ def test_every_weight_has_legal_tiles_at_every_row_count(
 def test_tall_tiles_are_legal(dtype: torch.dtype) -> None:
     for rows in (BORDER, BORDER + 1, 128, 100_000):
         assert tall_tile(rows, dtype).shared_bytes(dtype.itemsize) <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_that_serve_in_place_of_the_library_are_legal(dtype: torch.dtype) -> None:
+    found = {
+        shape: middle_tiles(*shape, dtype)
+        for shape in [(1024, 2048), (1024, 3072), (4096, 12288), (4096, 4096), (576, 576)]
+    }
+    has_library = dtype != torch.float32
+    assert set(found[1024, 3072]) == (set(range(BORDER, MOST_MIDDLE + 1)) if has_library else set())
+    assert set(found[4096, 12288]) == (set(range(113, 129)) if has_library else set())
+    assert not found[4096, 4096]
+    assert not found[576, 576]
+    for tiles in found.values():
+        assert all(tile.shared_bytes(dtype.itemsize) <= SHARED_BYTES for tile in tiles.values())
 
 
 def test_heights_climb_to_the_border() -> None:
