@@ -38,9 +38,9 @@ ROWS_OF_ALL_TILES = (1, 16, 32, 63)
 """Here every candidate is timed; elsewhere those that were best at the same height."""
 MIDDLE_ROWS = range(BORDER, 257, 16)
 MIDDLE_TILES = tuple(
-    Tile(outputs=outputs, rows=rows, depth=128, warps=4, stages=5, bulk=bulk)
-    for outputs, rows, bulk in ((16, 64, False), (32, 64, False), (64, 64, True), (64, 32, False))
-) + (Tile(outputs=128, rows=64, depth=128, warps=4, stages=4, bulk=True),)
+    Tile(outputs=outputs, rows=rows, depth=128, warps=4, stages=stages, bulk=outputs * rows > 2048)
+    for outputs, rows, stages in ((16, 64, 5), (32, 64, 5), (64, 32, 5), (64, 64, 5), (128, 64, 4))
+)
 COLD_BYTES = 160 << 20
 """Bytes that pass between two reads of a weight: three times the cache of an H200."""
 KEPT = 3
