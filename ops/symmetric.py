@@ -123,6 +123,15 @@ class Symmetric(Direct):
         self._table = torch.tensor([*addresses, fault.data_ptr()], device=memory.device)
         lanes = 1 + layout.one_shot_lanes + _TWO_SHOT_LANES
         self._state = torch.zeros(lanes, dtype=torch.int64, device=memory.device)
+        self._two_shot_constants = {
+            "RANKS": layout.ranks,
+            "RANKS_OR_MORE": power_of_two(layout.ranks),
+            "EPOCHS": 1 + layout.one_shot_lanes,
+            "LANES": _TWO_SHOT_LANES,
+            "SIGNALS": layout.signals,
+            "DATA": layout.data,
+            "REGION": layout.region_bytes,
+        }
 
     def all_reduce(self, x: Tensor) -> Tensor | None:
         """The sum of `x` over the ranks as `ordered_sum` has it, or None where it is not served.
@@ -157,17 +166,11 @@ class Symmetric(Direct):
             self._polls,
             x.numel(),
             size,
-            RANKS=layout.ranks,
-            RANKS_OR_MORE=power_of_two(layout.ranks),
-            EPOCHS=1 + layout.one_shot_lanes,
-            LANES=_TWO_SHOT_LANES,
-            SIGNALS=layout.signals,
-            DATA=layout.data,
-            REGION=layout.region_bytes,
             BLOCK=_TWO_SHOT_BLOCK_BYTES // x.element_size(),
             FIRST=first,
             LAST=last,
             num_warps=2 * _WARPS,
+            **self._two_shot_constants,
         )
         return total
 
@@ -179,14 +182,13 @@ class Symmetric(Direct):
         x and residual [tokens, width] of one dtype; None where a one-shot does not serve it: too
         many tokens, too wide a row, or so narrow a one that rows share a program of the norm.
         """
-        width, nbytes = x.shape[-1], x.numel() * x.element_size()
+        tokens, width = x.shape
         row_bytes = width * x.element_size()
         rows_of_program, block, num_warps = shape_of_program(width)
         if (
             not self._takes(x, row_bytes)
-            or not nbytes
-            or nbytes > _FUSED * self.layout.one_shot_bytes
-            or len(x) > self.layout.one_shot_lanes
+            or tokens * row_bytes > _FUSED * self.layout.one_shot_bytes
+            or tokens > self.layout.one_shot_lanes
             or row_bytes > 4 * _REGION_WORDS
             or rows_of_program > 1
         ):
@@ -196,7 +198,7 @@ class Symmetric(Direct):
         bias = None if bias is None else _aligned(bias)
         normed, total = torch.empty_like(residual), torch.empty_like(residual)
         first, last = self.stages or (0, 1)
-        kernels.one_shot_all_reduce_add_rms_norm_kernel[(len(x),)](
+        kernels.one_shot_all_reduce_add_rms_norm_kernel[(tokens,)](
             x,
             weight if bias is None else bias,
             residual,
