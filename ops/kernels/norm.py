@@ -93,7 +93,7 @@ def _launch(
         assert other.dtype == dtype
         assert other.is_contiguous()
     num_rows = size // width
-    kernel = _norm_of(
+    rows, kernel = _norm_of(
         width,
         weight.numel() // width,
         parts.numel() // size if size else 1,
@@ -103,7 +103,7 @@ def _launch(
         parts.device,
     )
     kernel.launch(
-        (blocks_of(num_rows, shape_of_program(width)[0]),),
+        (blocks_of(num_rows, rows),),
         parts,
         weight if bias is None else bias,
         parts if residual is None else residual,
@@ -124,9 +124,10 @@ def _norm_of(
     has_residual: bool,
     align: int,
     device: torch.device,
-) -> Any:
+) -> tuple[int, Any]:
+    """Rows of a program, and what launches it."""
     rows, block, num_warps = shape_of_program(width)
-    return bound(
+    return rows, bound(
         _norm_kernel,
         WIDTH=width,
         HEADS=heads,

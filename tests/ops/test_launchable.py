@@ -8,7 +8,7 @@ import re
 from tests.paths import ROOT
 
 FILES = sorted((ROOT / "ops" / "kernels").glob("*.py"))
-LAUNCH = re.compile(r"\b(\w*kernel)\[|\bbound\(\s*(\w*kernel)\b")
+LAUNCH = re.compile(r"\b(\w*kernel)\[|\bbound\(\s*(?:kernels\.)?(\w*kernel)\b")
 
 
 def decorated(name: str) -> set[str]:
