@@ -103,7 +103,7 @@ class OrderedLinear:
 
     def __init__(self, weight: Tensor, verdict: Verdict) -> None:
         num_outputs, num_inputs = weight.shape
-        self._weight, self._transposed, self._verdict = weight, weight.T, verdict
+        self._transposed, self._verdict = weight.T, verdict
         self._dtype, self._out_dtype = weight.dtype, verdict.out_dtype
         narrow = {
             height: Tiled.of(weight, narrow_tile(num_outputs, num_inputs, height, weight.dtype))
@@ -111,6 +111,8 @@ class OrderedLinear:
         }
         self._one_tile = narrow[HEIGHTS[0]] if verdict.tall == "one tile" else None
         self._narrow = [narrow[height_of(max(rows, 1))] for rows in range(BORDER)]
+        tall = {tall_tile(rows, weight.dtype) for rows in (BORDER, _PROBED_ALWAYS)}
+        self._tall = {tile: Tiled.of(weight, tile) for tile in tall}
         self._uses_library = verdict.tall == "cublaslt"
 
     @property
@@ -128,7 +130,7 @@ class OrderedLinear:
         elif num_rows < BORDER:
             tiled = self._narrow[num_rows]
         else:
-            tiled = Tiled.of(self._weight, tall_tile(num_rows, self._dtype))
+            tiled = self._tall[tall_tile(num_rows, self._dtype)]
         return tiled_product(x, tiled, self._out_dtype)
 
 

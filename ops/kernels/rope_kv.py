@@ -55,9 +55,11 @@ def rope_and_write_kv(
     assert sin.is_contiguous()
     assert slot_mapping.is_contiguous()
     has_norm, half = head_norms is not None, cos.shape[-1]
-    kernel = _rope_of(num_heads, kv_heads, block_size, dim, half, has_norm, align, heads.device)
+    rows, kernel = _rope_of(
+        num_heads, kv_heads, block_size, dim, half, has_norm, align, heads.device
+    )
     kernel.launch(
-        (tokens, blocks_of(all_heads, _rows_of_program(dim))),
+        (tokens, blocks_of(all_heads, rows)),
         heads,
         norms,
         cos,
@@ -82,8 +84,11 @@ def _rope_of(
     has_norm: bool,
     align: int,
     device: torch.device,
-) -> Any:
-    return bound(
+) -> tuple[int, Any]:
+    """Heads of a program, and what launches it."""
+    block = power_of_two(max(dim, 16))
+    rows = max(1, _PROGRAM // block)
+    return rows, bound(
         _rope_kernel,
         NUM_HEADS=num_heads,
         KV_HEADS=kv_heads,
@@ -92,20 +97,12 @@ def _rope_of(
         HALF=half,
         HAS_NORM=has_norm,
         ALIGN=align,
-        ROWS=_rows_of_program(dim),
-        BLOCK=_block_of(dim),
+        ROWS=rows,
+        BLOCK=block,
         num_warps=4,
         enable_fp_fusion=False,
         **overlap_options(device),
     )
-
-
-def _rows_of_program(dim: int) -> int:
-    return max(1, _PROGRAM // _block_of(dim))
-
-
-def _block_of(dim: int) -> int:
-    return power_of_two(max(dim, 16))
 
 
 def _checked_strides(
