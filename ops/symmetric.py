@@ -7,6 +7,7 @@ ops/kernels/symmetric.py.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -19,10 +20,11 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
+from unisono.ops.agreement import Agreement
 from unisono.ops.comm import PeerLost, ordered_sum
 from unisono.ops.direct import Direct
 from unisono.ops.kernels import symmetric as kernels
-from unisono.ops.kernels.launch import blocks_of, power_of_two
+from unisono.ops.kernels.launch import blocks_of, bound, power_of_two
 from unisono.ops.kernels.norm import shape_of_program
 
 CROSSOVER = {2: (512 << 10, 64 << 20), 4: (256 << 10, 8 << 20), 8: (128 << 10, 8 << 20)}
@@ -146,28 +148,18 @@ class Symmetric(Direct):
         """The same for up to `layout.two_shot_bytes`."""
         x = _aligned(x)
         total = torch.empty_like(x)
-        layout, first, last = self.layout, *(self.stages or (0, 2))
-        size = layout.slice_bytes(x.numel() * x.element_size()) // x.element_size()
-        kernels.two_shot_all_reduce_kernel[(blocks_of(x.numel(), size * layout.ranks),)](
+        layout, count, item = self.layout, x.numel(), x.element_size()
+        size = layout.slice_bytes(count * item) // item
+        _two_shot_of(layout, item, self.stages or (0, 2)).launch(
+            (blocks_of(count, size * layout.ranks),),
             x,
             total,
             self._table,
             self._state,
             self.rank,
             self._polls,
-            x.numel(),
+            count,
             size,
-            RANKS=layout.ranks,
-            RANKS_OR_MORE=power_of_two(layout.ranks),
-            EPOCHS=1 + layout.one_shot_lanes,
-            LANES=_TWO_SHOT_LANES,
-            SIGNALS=layout.signals,
-            DATA=layout.data,
-            REGION=layout.region_bytes,
-            BLOCK=_TWO_SHOT_BLOCK_BYTES // x.element_size(),
-            FIRST=first,
-            LAST=last,
-            num_warps=2 * _WARPS,
         )
         return total
 
@@ -179,24 +171,23 @@ class Symmetric(Direct):
         x and residual [tokens, width] of one dtype; None where a one-shot does not serve it: too
         many tokens, too wide a row, or so narrow a one that rows share a program of the norm.
         """
-        width, nbytes = x.shape[-1], x.numel() * x.element_size()
+        tokens, width = x.shape
         row_bytes = width * x.element_size()
-        rows_of_program, block, num_warps = shape_of_program(width)
         if (
             not self._takes(x, row_bytes)
-            or not nbytes
-            or nbytes > _FUSED * self.layout.one_shot_bytes
-            or len(x) > self.layout.one_shot_lanes
+            or tokens * row_bytes > _FUSED * self.layout.one_shot_bytes
+            or tokens > self.layout.one_shot_lanes
             or row_bytes > 4 * _REGION_WORDS
-            or rows_of_program > 1
+            or shape_of_program(width)[0] > 1
         ):
             return None
         assert weight.dtype in (x.dtype, torch.float32), (weight.dtype, x.dtype)
         x, residual, weight = _aligned(x), _aligned(residual), _aligned(weight)
         bias = None if bias is None else _aligned(bias)
         normed, total = torch.empty_like(residual), torch.empty_like(residual)
-        first, last = self.stages or (0, 1)
-        kernels.one_shot_all_reduce_add_rms_norm_kernel[(len(x),)](
+        stages = self.stages or (0, 1)
+        _fused_of(self.layout.ranks, width, bias is not None, stages).launch(
+            (tokens,),
             x,
             weight if bias is None else bias,
             residual,
@@ -208,17 +199,6 @@ class Symmetric(Direct):
             self.rank,
             self._polls,
             eps,
-            WIDTH=width,
-            HAS_BIAS=bias is not None,
-            RANKS=self.layout.ranks,
-            EPOCHS=1,
-            REGION=_REGION_WORDS,
-            ALIGN=_VECTOR_BYTES,
-            BLOCK=block,
-            FIRST=first,
-            LAST=last,
-            num_warps=num_warps,
-            enable_fp_fusion=False,
         )
         return normed, total
 
@@ -274,6 +254,43 @@ class Symmetric(Direct):
         )
 
 
+@functools.cache
+def _fused_of(ranks: int, width: int, has_bias: bool, stages: tuple[int, int]) -> Any:
+    _, block, num_warps = shape_of_program(width)
+    return bound(
+        kernels.one_shot_all_reduce_add_rms_norm_kernel,
+        WIDTH=width,
+        HAS_BIAS=has_bias,
+        RANKS=ranks,
+        EPOCHS=1,
+        REGION=_REGION_WORDS,
+        ALIGN=_VECTOR_BYTES,
+        BLOCK=block,
+        FIRST=stages[0],
+        LAST=stages[1],
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+    )
+
+
+@functools.cache
+def _two_shot_of(layout: Layout, item_bytes: int, stages: tuple[int, int]) -> Any:
+    return bound(
+        kernels.two_shot_all_reduce_kernel,
+        RANKS=layout.ranks,
+        RANKS_OR_MORE=power_of_two(layout.ranks),
+        EPOCHS=1 + layout.one_shot_lanes,
+        LANES=_TWO_SHOT_LANES,
+        SIGNALS=layout.signals,
+        DATA=layout.data,
+        REGION=layout.region_bytes,
+        BLOCK=_TWO_SHOT_BLOCK_BYTES // item_bytes,
+        FIRST=stages[0],
+        LAST=stages[1],
+        num_warps=2 * _WARPS,
+    )
+
+
 def open_direct(
     collectives: str,
     rank: int,
@@ -309,7 +326,7 @@ def open_symmetric(
     Returns None and the reason, the same on every rank, where one of them cannot. `store`: where
     ranks say so. Never uses NVLink multicast.
     """
-    agree = _Agreement(store, rank, size)
+    agree = Agreement(store, rank, size)
     # Read when the memory is taken; harmless where the user has said so too.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     facts = agree.exchange(f"{socket.gethostname()} {_uuid(device)}")
@@ -420,26 +437,6 @@ def _try_out(symmetric: Symmetric, device: torch.device) -> None:
             symmetric.check()
             raise RuntimeError("a trial maximum is wrong")
     symmetric.check()
-
-
-class _Agreement:
-    """What all ranks say to one question after another, over the store."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store = dist.PrefixStore("symmetric", store)
-        self._rank, self._size = rank, size
-        self._number = 0
-
-    def exchange(self, text: str) -> list[str]:
-        """Give `text`, get that of every rank."""
-        self._number += 1
-        self._store.set(f"{self._number}/{self._rank}", text)
-        return [self._store.get(f"{self._number}/{rank}").decode() for rank in range(self._size)]
-
-    def on(self, fault: str) -> str:
-        """The first fault of any rank, with its number; "" if there is none."""
-        faults = self.exchange(fault)
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(faults) if text), "")
 
 
 def _aligned(x: Tensor) -> Tensor:

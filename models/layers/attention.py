@@ -35,6 +35,7 @@ class Attention:
         self._gated = config.attn_output_gate
         query = self._heads * (2 if self._gated else 1)
         parts = {"q_proj": query, "k_proj": self._kv_heads, "v_proj": self._kv_heads}
+        self._num_merged = sum(parts.values())
         self.qkv = ColumnParallelLinear(
             build.within("qkv"),
             config.hidden_size,
@@ -81,8 +82,8 @@ class Attention:
         self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, cache: LayerCache
     ) -> PartialSum:
         """[T, hidden] -> [T, hidden]; writes the KV of the tokens into the cache first."""
-        merged = self.qkv(x).view(x.shape[0], -1, self._head_dim)
-        heads = merged[:, : self._heads + 2 * self._kv_heads]
+        merged = self.qkv(x).view(-1, self._num_merged, self._head_dim)
+        heads = merged[:, : self._heads + 2 * self._kv_heads] if self._gated else merged
         q = self._ops.rope_and_write_kv(
             heads,
             self._heads,
@@ -96,7 +97,7 @@ class Attention:
         attended = self._ops.paged_attention(
             q, cache.k, cache.v, batch.attention[self._window], self._scale
         )
-        attended = attended.reshape(x.shape[0], -1)
+        attended = attended.flatten(1)
         if self._gated:
             gates = merged[:, heads.shape[1] :].flatten(1)
             attended = self._ops.sigmoid_and_mul(attended, gates)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from unisono.ops.kernels.launch import blocks_of, launchable
+from unisono.ops.kernels.launch import blocks_of, bound, launchable
 from unisono.ops.kernels.overlap import begin, overlap_options
 
 _BLOCK = 1024
@@ -20,19 +23,17 @@ def silu_and_mul(x: Tensor) -> Tensor:
     x is contiguous.
     """
     assert x.is_contiguous()
-    tokens, width = x.shape[0], x.shape[1] // 2
-    y = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
-    grid = (tokens, blocks_of(width, _BLOCK))
-    _silu_kernel[grid](
-        x,
-        y,
-        width,
-        BLOCK=_BLOCK,
-        num_warps=4,
-        enable_fp_fusion=False,
-        **overlap_options(x.device),
-    )
+    tokens, both = x.shape
+    width = both // 2
+    y = x.new_empty(tokens, width)
+    _silu_on(x.device).launch((tokens, blocks_of(width, _BLOCK)), x, y, width)
     return y
+
+
+@functools.cache
+def _silu_on(device: torch.device) -> Any:
+    options = overlap_options(device)
+    return bound(_silu_kernel, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False, **options)
 
 
 @launchable

@@ -28,5 +28,5 @@ def output(outputs: Outputs | None, like: Tensor, *shape: int) -> Tensor:
     """Where an op writes [*shape] of the dtype of `like`: into what `outputs` hands out, or, where
     each token is some row's, into memory that holds anything."""
     if outputs is None:
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
+        return like.new_empty(*shape)
     return outputs.like(like, *shape)

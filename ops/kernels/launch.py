@@ -35,26 +35,18 @@ class Launchable:
 
     def __init__(self, kernel: triton.JITFunction[Any]) -> None:
         self.kernel = kernel
-        self._forms: dict[tuple[object, ...], _Form] = {}
+        self._bound: dict[tuple[object, ...], _Bound] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self._launch, grid)
+        return lambda *args, **options: self.bound(options).launch(grid, *args)
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        active = driver.active
-        device = active.get_current_device()
-        # As a number an address is not looked up by the driver again.
-        handed = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
-        traits = [trait(arg, given) for arg, given in zip(args, handed, strict=True)]
-        name = (device, *options, *options.values(), *traits)
-        form = self._forms.get(name)
-        if form is None:
-            self._forms[name] = self._first(grid, args, options)
-            return
-        run, function, metadata, constants = form
-        x, y, z = (*grid, 1, 1)[:3]
-        stream = active.get_current_stream(device)
-        run(x, y, z, stream, function, metadata, None, None, None, *handed, *constants)
+    def bound(self, options: dict[str, Any]) -> _Bound:
+        """What launches it with these."""
+        name = (*options, *options.values())
+        found = self._bound.get(name)
+        if found is None:
+            found = self._bound[name] = _Bound(partial(self._first, options=options))
+        return found
 
     def _first(self, grid: tuple[int, ...], args: Any, options: dict[str, Any]) -> _Form:
         """Launch by Triton, which compiles what it has not compiled yet."""
@@ -65,23 +57,79 @@ class Launchable:
         return _Form(compiled.run, compiled.function, compiled.packed_metadata, values)
 
 
+class _Bound:
+    """A kernel whose options are given; `first` launches it by Triton."""
+
+    def __init__(self, first: Callable[..., _Form]) -> None:
+        self._first = first
+        self._forms: dict[tuple[object, ...], _Form] = {}
+
+    def launch(self, grid: tuple[int, ...], *args: Any) -> None:
+        active = driver.active
+        device = active.get_current_device()
+        traits: list[object] = [device]
+        handed: list[Any] = []
+        for arg in args:
+            # A step has thousands of arguments: of the usual kinds what `trait` says, uncalled.
+            if type(arg) is Tensor:
+                # As a number an address is not looked up by the driver again.
+                address = arg.data_ptr()
+                handed.append(address)
+                traits.append(arg.dtype)
+                if address % 16:
+                    traits.append(False)
+            elif type(arg) is int:
+                handed.append(arg)
+                traits.append(arg == 1 or (arg % 16 == 0, arg.bit_length() > 31))
+            else:
+                handed.append(arg)
+                traits.append(trait(arg))
+        name = tuple(traits)
+        form = self._forms.get(name)
+        if form is None:
+            self._forms[name] = self._first(grid, args)
+            return
+        run, function, metadata, constants = form
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = active.get_current_stream(device)
+        run(x, y, z, stream, function, metadata, None, None, None, *handed, *constants)
+
+
 def launchable(kernel: Any) -> Any:
     """Decorate what `triton.jit` returned, unless it is interpreted."""
     return Launchable(kernel) if isinstance(kernel, triton.JITFunction) else kernel
 
 
-def trait(arg: Any, given: Any) -> object:
-    """What Triton may look at in an argument, of which `given` is the address if it is a tensor.
+def bound(kernel: Any, **options: Any) -> Any:
+    """What a kernel that is launched often is launched by, its options named once:
+    bound(kernel, **options).launch(grid, arguments)."""
+    return (
+        kernel.bound(options) if isinstance(kernel, Launchable) else _Interpreted(kernel, options)
+    )
+
+
+class _Interpreted:
+    """The same of a kernel in the interpreter."""
+
+    def __init__(self, kernel: Any, options: dict[str, Any]) -> None:
+        self.kernel, self._options = kernel, options
+
+    def launch(self, grid: tuple[int, ...], *args: Any) -> None:
+        self.kernel[grid](*args, **self._options)
+
+
+def trait(arg: Any) -> object:
+    """What Triton may look at in an argument.
 
     Addresses and numbers that are multiples of 16 may be known as such, and so may the number 1
     and numbers of more than 31 bits.
     """
-    if isinstance(arg, Tensor):
-        return arg.dtype, given % 16 == 0
-    if isinstance(arg, int):
-        return arg == 1, arg % 16 == 0, arg.bit_length() > 31
     if hasattr(arg, "block_shape"):  # A descriptor for the copy engine.
         return arg.base.dtype, *arg.block_shape
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    if isinstance(arg, int):
+        return arg == 1, arg % 16 == 0, arg.bit_length() > 31
     return type(arg)
 
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from unisono.ops.kernels.launch import blocks_of, launchable
+from unisono.ops.kernels.launch import blocks_of, bound, launchable
 from unisono.ops.kernels.linear_tiles import (
     BORDER,
     HEIGHTS,
@@ -105,7 +105,7 @@ class OrderedLinear:
 
     def __init__(self, weight: Tensor, verdict: Verdict) -> None:
         num_outputs, num_inputs = weight.shape
-        self._weight, self._transposed, self._verdict = weight, weight.T, verdict
+        self._transposed, self._verdict = weight.T, verdict
         self._dtype, self._out_dtype = weight.dtype, verdict.out_dtype
         narrow = {
             height: Tiled.of(weight, narrow_tile(num_outputs, num_inputs, height, weight.dtype))
@@ -116,6 +116,8 @@ class OrderedLinear:
         laid_out = {tile: Tiled.of(weight, tile) for tile in set(middle.values())}
         self._narrow = [narrow[height_of(max(rows, 1))] for rows in range(BORDER)]
         self._middle = {rows: laid_out[tile] for rows, tile in middle.items()}
+        tall = {tall_tile(rows, weight.dtype) for rows in (BORDER, _PROBED_ALWAYS)}
+        self._tall = {tile: Tiled.of(weight, tile) for tile in tall}
         self._uses_library = verdict.tall == "cublaslt"
 
     @property
@@ -125,15 +127,15 @@ class OrderedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, in], of the dtype of the weight -> [tokens, out]."""
-        num_rows = x.shape[0]
+        x, num_rows = x.contiguous(), x.shape[0]
         tiled = self._one_tile
         if tiled is None:
             tiled = self._narrow[num_rows] if num_rows < BORDER else self._middle.get(num_rows)
         if tiled is None:
             if self._uses_library:
-                return library_product(x.contiguous(), self._transposed, self._out_dtype)
-            tiled = Tiled.of(self._weight, tall_tile(num_rows, self._dtype))
-        return tiled_product(x.contiguous(), tiled, self._out_dtype)
+                return library_product(x, self._transposed, self._out_dtype)
+            tiled = self._tall[tall_tile(num_rows, self._dtype)]
+        return tiled_product(x, tiled, self._out_dtype)
 
 
 def library_product(x: Tensor, transposed: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -155,57 +157,57 @@ class Tiled(NamedTuple):
     """A weight as the kernel is handed it: tile after tile."""
 
     weight: Tensor
+    num_outputs: int
+    num_inputs: int
     tile: Tile
     handed: Tensor | TensorDescriptor
-    bulk: bool
-    """Whether the copy engine brings it."""
-    ahead: int
-    """Bytes of each row of a tile that are fetched while the kernel before still runs."""
+    """The latter where the copy engine brings it."""
+    kernel: Any
+    """`_ordered_kernel` for this weight and tile."""
 
     @classmethod
     def of(cls, weight: Tensor, tile: Tile) -> Tiled:
         assert weight.is_contiguous(), "rows of the weight must be contiguous"
-        row = weight.shape[1] * weight.element_size()
+        num_outputs, num_inputs = weight.shape
+        row = num_inputs * weight.element_size()
         starts_on_lines = not row % LINE.value and not weight.data_ptr() % LINE.value
         # The interpreter, on a CPU, copies as well as the engine of a Hopper card.
         has_engine = weight.device.type != "cuda" or overlap_options(weight.device)["OVERLAPS"]
-        if tile.bulk and starts_on_lines and has_engine:
-            shape = [tile.outputs, tile.depth]
-            return cls(weight, tile, TensorDescriptor.from_tensor(weight, shape), True, 0)
-        ahead = 0
-        if starts_on_lines and tile.outputs >= _LEAST_AHEAD:
+        handed, ahead = weight, 0
+        is_bulk = tile.bulk and starts_on_lines and has_engine
+        if is_bulk:
+            handed = TensorDescriptor.from_tensor(weight, [tile.outputs, tile.depth])
+        elif starts_on_lines and tile.outputs >= _LEAST_AHEAD:
+            # Bytes of each row of a tile that are fetched while the kernel before still runs.
             ahead = min(row, _FETCHED_AHEAD // tile.outputs // LINE.value * LINE.value)
-        return cls(weight, tile, weight, False, ahead)
+        kernel = bound(
+            _ordered_kernel,
+            BLOCK_O=tile.outputs,
+            BLOCK_R=tile.rows,
+            BLOCK_K=tile.depth,
+            GROUP=_GROUP,
+            EVEN_K=num_inputs % tile.depth == 0,
+            BULK=is_bulk,
+            AHEAD=ahead,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **overlap_options(weight.device),
+        )
+        return cls(weight, num_outputs, num_inputs, tile, handed, kernel)
 
 
 def tiled_product(x: Tensor, tiled: Tiled, out_dtype: torch.dtype) -> Tensor:
     """`ordered_product` with what was laid out before."""
-    weight, tile = tiled.weight, tiled.tile
-    num_rows, (num_outputs, num_inputs) = x.shape[0], weight.shape
+    weight, num_outputs, num_inputs, tile, handed, kernel = tiled
+    num_rows, width = x.shape
     assert x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}"
-    assert x.shape[1] == num_inputs, f"x is {list(x.shape)}, the weight {list(weight.shape)}"
+    assert width == num_inputs, f"x is {list(x.shape)}, the weight {list(weight.shape)}"
     assert x.is_contiguous(), "rows of x must be contiguous"
-    out = torch.empty(num_rows, num_outputs, dtype=out_dtype, device=x.device)
+    out = x.new_empty(num_rows, num_outputs, dtype=out_dtype)
     if num_rows == 0:
         return out
-    _ordered_kernel[(blocks_of(num_outputs, tile.outputs) * blocks_of(num_rows, tile.rows),)](
-        x,
-        tiled.handed,
-        out,
-        num_rows,
-        num_outputs,
-        num_inputs,
-        BLOCK_O=tile.outputs,
-        BLOCK_R=tile.rows,
-        BLOCK_K=tile.depth,
-        GROUP=_GROUP,
-        EVEN_K=num_inputs % tile.depth == 0,
-        BULK=tiled.bulk,
-        AHEAD=tiled.ahead,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **overlap_options(x.device),
-    )
+    grid = (blocks_of(num_outputs, tile.outputs) * blocks_of(num_rows, tile.rows),)
+    kernel.launch(grid, x, handed, out, num_rows, num_outputs, num_inputs)
     return out
 
 

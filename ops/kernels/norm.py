@@ -8,13 +8,16 @@ share a program, each with its own lanes.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from unisono.ops.kernels.alignment import row_alignment
-from unisono.ops.kernels.launch import blocks_of, launchable, power_of_two
+from unisono.ops.kernels.launch import blocks_of, bound, launchable, power_of_two
 from unisono.ops.kernels.overlap import begin, overlap_options
 
 MAX_WIDTH = 16384
@@ -60,6 +63,7 @@ def ordered_sum_add_rms_norm(
     return normed, total
 
 
+@functools.cache
 def shape_of_program(width: int) -> tuple[int, int, int]:
     """Rows and columns of a program's block, and its warps: the order of a row's sum."""
     block = power_of_two(max(width, 16))
@@ -78,19 +82,28 @@ def _launch(
     total: Tensor,
 ) -> None:
     """`parts` of more than one rank have a leading dimension."""
-    width = normed.shape[-1]
+    width, size, dtype = weight.shape[-1], normed.numel(), parts.dtype
     assert width <= MAX_WIDTH, width
-    assert weight.shape[-1] == width, (width, weight.shape)
-    assert weight.dtype in (parts.dtype, torch.float32), (weight.dtype, parts.dtype)
+    assert normed.shape[-1] == width, (normed.shape, weight.shape)
+    assert weight.dtype in (dtype, torch.float32), (weight.dtype, dtype)
     assert parts.is_contiguous()
     assert weight.is_contiguous()
     others = [other for other in (bias, residual) if other is not None]
     for other in others:
-        assert other.dtype == parts.dtype
+        assert other.dtype == dtype
         assert other.is_contiguous()
-    num_rows = normed.numel() // width
-    rows, block, num_warps = shape_of_program(width)
-    _norm_kernel[(blocks_of(num_rows, rows),)](
+    num_rows = size // width
+    rows, kernel = _norm_of(
+        width,
+        weight.numel() // width,
+        parts.numel() // size if size else 1,
+        bias is not None,
+        residual is not None,
+        row_alignment(width, parts, weight, *others),  # What is fresh is aligned.
+        parts.device,
+    )
+    kernel.launch(
+        (blocks_of(num_rows, rows),),
         parts,
         weight if bias is None else bias,
         parts if residual is None else residual,
@@ -99,17 +112,34 @@ def _launch(
         total,
         num_rows,
         eps,
+    )
+
+
+@functools.cache
+def _norm_of(
+    width: int,
+    heads: int,
+    ranks: int,
+    has_bias: bool,
+    has_residual: bool,
+    align: int,
+    device: torch.device,
+) -> tuple[int, Any]:
+    """Rows of a program, and what launches it."""
+    rows, block, num_warps = shape_of_program(width)
+    return rows, bound(
+        _norm_kernel,
         WIDTH=width,
-        HEADS=weight.numel() // width,
-        RANKS=parts.numel() // normed.numel() if num_rows else 1,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        ALIGN=row_alignment(width, parts, weight, normed, total, *others),
+        HEADS=heads,
+        RANKS=ranks,
+        HAS_BIAS=has_bias,
+        HAS_RESIDUAL=has_residual,
+        ALIGN=align,
         ROWS=rows,
         BLOCK=block,
         num_warps=num_warps,
         enable_fp_fusion=False,
-        **overlap_options(normed.device),
+        **overlap_options(device),
     )
 
 

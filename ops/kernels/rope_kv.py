@@ -6,13 +6,16 @@ follows from the width alone.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from unisono.ops.kernels.alignment import row_alignment
-from unisono.ops.kernels.launch import blocks_of, launchable, power_of_two
+from unisono.ops.kernels.launch import blocks_of, bound, launchable, power_of_two
 from unisono.ops.kernels.overlap import begin, overlap_options
 
 _PROGRAM = 1024
@@ -42,19 +45,21 @@ def rope_and_write_kv(
     block * block_size + offset, and a negative slot is not written. The rest is contiguous.
     """
     tokens, all_heads, dim = heads.shape
-    kv_heads = k_cache.shape[1]
-    strides = k_cache.stride()
+    _, kv_heads, block_size, _ = k_cache.shape
     assert all_heads == num_heads + 2 * kv_heads, (all_heads, num_heads, kv_heads)
-    q = torch.empty((tokens, num_heads, dim), dtype=heads.dtype, device=heads.device)
+    q = heads.new_empty(tokens, num_heads, dim)
     norms = heads if head_norms is None else head_norms
-    align = row_alignment(dim, heads, norms, q, k_cache, v_cache)
-    _check(heads, norms, k_cache, v_cache, align)
+    align = row_alignment(dim, heads, norms, k_cache, v_cache)  # What is fresh is aligned.
+    strides = _checked_strides(heads, norms, k_cache, v_cache, align)
     assert cos.is_contiguous()
     assert sin.is_contiguous()
     assert slot_mapping.is_contiguous()
-    block = power_of_two(max(dim, 16))
-    rows = max(1, _PROGRAM // block)
-    _rope_kernel[(tokens, blocks_of(all_heads, rows))](
+    has_norm, half = head_norms is not None, cos.shape[-1]
+    rows, kernel = _rope_of(
+        num_heads, kv_heads, block_size, dim, half, has_norm, align, heads.device
+    )
+    kernel.launch(
+        (tokens, blocks_of(all_heads, rows)),
         heads,
         norms,
         cos,
@@ -64,36 +69,59 @@ def rope_and_write_kv(
         v_cache,
         slot_mapping,
         eps,
-        heads.stride(0),
-        strides[0],
-        strides[1],
-        strides[2],
+        *strides,
+    )
+    return q
+
+
+@functools.cache
+def _rope_of(
+    num_heads: int,
+    kv_heads: int,
+    block_size: int,
+    dim: int,
+    half: int,
+    has_norm: bool,
+    align: int,
+    device: torch.device,
+) -> tuple[int, Any]:
+    """Heads of a program, and what launches it."""
+    block = power_of_two(max(dim, 16))
+    rows = max(1, _PROGRAM // block)
+    return rows, bound(
+        _rope_kernel,
         NUM_HEADS=num_heads,
         KV_HEADS=kv_heads,
-        BLOCK_SIZE=k_cache.shape[2],
+        BLOCK_SIZE=block_size,
         DIM=dim,
-        HALF=cos.shape[-1],
-        HAS_NORM=head_norms is not None,
+        HALF=half,
+        HAS_NORM=has_norm,
         ALIGN=align,
         ROWS=rows,
         BLOCK=block,
         num_warps=4,
         enable_fp_fusion=False,
-        **overlap_options(heads.device),
+        **overlap_options(device),
     )
-    return q
 
 
-def _check(heads: Tensor, norms: Tensor, k_cache: Tensor, v_cache: Tensor, align: int) -> None:
-    strides = k_cache.stride()
+def _checked_strides(
+    heads: Tensor, norms: Tensor, k_cache: Tensor, v_cache: Tensor, align: int
+) -> tuple[int, int, int, int]:
+    """Elements from token to token, and in a cache from block to block, head to head, and slot to
+    slot."""
+    dtype, size, (tokens, _, dim) = heads.dtype, heads.element_size(), heads.shape
+    of_token, of_head, of_channel = heads.stride()
+    block, head, slot, channel = strides = k_cache.stride()
     assert v_cache.stride() == strides
-    assert strides[3] == 1
-    assert (strides[0] | strides[1] | strides[2]) * heads.element_size() % align == 0
-    assert heads.dtype == k_cache.dtype == v_cache.dtype
-    assert norms.dtype in (heads.dtype, torch.float32)
-    assert heads.stride()[1:] == (heads.shape[2], 1), "the heads of a token must be contiguous"
-    assert len(heads) < 2 or heads.stride(0) * heads.element_size() % align == 0
+    assert channel == 1
+    assert (block | head | slot) * size % align == 0
+    assert dtype == k_cache.dtype == v_cache.dtype
+    assert norms.dtype in (dtype, torch.float32)
+    assert (of_head, of_channel) == (dim, 1), "the heads of a token must be contiguous"
+    assert tokens < 2 or of_token * size % align == 0
     assert norms is heads or norms.is_contiguous()
+    return of_token, block, head, slot
 
 
 @launchable

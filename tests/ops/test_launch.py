@@ -10,9 +10,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.nn import Parameter
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from unisono.ops.kernels import activation, launch
-from unisono.ops.kernels.launch import Launchable, blocks_of, launchable, power_of_two
+from unisono.ops.kernels.launch import Launchable, blocks_of, bound, launchable, power_of_two
 
 X = torch.zeros(64)
 
@@ -54,10 +56,30 @@ def test_the_second_launch_hands_over_addresses_and_constants_in_order(kernel: K
     assert kernel.launched == [(6, 2, 1, 77, 1, ("packed",), None, None, None, *handed)]
 
 
+def test_options_may_be_named_once(kernel: Kernel) -> None:
+    launched, options = Launchable(kernel), {"EVEN": True, "num_warps": 4, "WIDTH": 72}
+    often = bound(launched, **options)
+    for grid in ((5,), (6, 2)):
+        often.launch(grid, X, 48, 0.5)
+    assert kernel.compiled == [((X, 48, 0.5), options)]
+    launched[(6, 2)](X, 48, 0.5, **options)
+    bound(launched, **options).launch((6, 2), X, 48, 0.5)
+    handed = (X.data_ptr(), 48, 0.5, 72, True)
+    assert kernel.launched == [(6, 2, 1, 77, 1, ("packed",), None, None, None, *handed)] * 3
+    bound(launched, **options | {"WIDTH": 73}).launch((5,), X, 48, 0.5)
+    assert len(kernel.compiled) == 2, "other options, another form"
+
+
 @pytest.mark.parametrize(
     "other",
     [
         ((X[1:], 48, 0.5), {}),
+        ((Parameter(X), 48, 0.5), {}),
+        ((Parameter(X[1:]), 48, 0.5), {}),
+        ((X, True, 0.5), {}),
+        ((X, 1 << 40, 0.5), {}),
+        ((X, -(1 << 40), 0.5), {}),
+        ((X, 48, TensorDescriptor.from_tensor(X.view(4, 16), [4, 8])), {}),
         ((X.half(), 48, 0.5), {}),
         ((None, 48, 0.5), {}),
         ((X, 1, 0.5), {}),

@@ -76,7 +76,7 @@ def test_ranks_agree_on_the_first_fault() -> None:
     faults = ["", "no memory left", "no memory left, either"]
 
     def body(rank: int, store: dist.Store) -> str:
-        agree = symmetric._Agreement(store, rank, 3)
+        agree = symmetric.Agreement(store, rank, 3)
         assert agree.exchange(f"host{rank}") == ["host0", "host1", "host2"]
         assert agree.on("") == ""
         return agree.on(faults[rank])
