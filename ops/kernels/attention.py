@@ -2,8 +2,8 @@
 
 Rows with few queries (decoding, verification of drafts) go to `attention_decode`, the others to
 `attention_prefill`; both write into one output. The definition that makes their bits equal is in
-`attention_tiles`. Launch settings below follow from widths and from the number of tiles; none of
-them changes bits. Reference: `ops/reference/attention.py`.
+`attention_tiles`, how they are compiled in `attention_launch`, the reference in
+`ops/reference/attention.py`.
 
 A record is five int32 numbers, kept as the columns of a [5, records] tensor: row of the block
 table, first token in the step, position of that token, number of tokens, first partial in the
@@ -14,18 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unisono.ops.attention import PAGE, AttentionShape
-from unisono.ops.kernels.attention_decode import decode_kernel, merge_kernel
-from unisono.ops.kernels.attention_prefill import prefill_kernel
+from unisono.ops.kernels.attention_launch import (
+    decode_launch,
+    decode_of,
+    merge_of,
+    prefill_launch,
+    prefill_of,
+)
 from unisono.ops.kernels.attention_tiles import SPLIT_TILES
 from unisono.ops.kernels.gaps import Outputs, output
 from unisono.ops.kernels.launch import power_of_two
-from unisono.ops.kernels.overlap import overlap_options
 from unisono.ops.transfer import upload
 
 SPLIT = PAGE * SPLIT_TILES.value
@@ -39,12 +42,6 @@ _MERGE_HEIGHT = 8
 """Most rows that a program of the merge kernel takes."""
 NUM_FIELDS = 5
 """Numbers of a record."""
-_FEW_PROGRAMS = 132
-"""Up to here every program has a multiprocessor to itself and may fill its shared memory."""
-
-_TAKES = ((1024, 4), (512, 2))
-"""From so many rows times KV heads, splits that a program takes: it starts once for all of them,
-and leaves less to merge. Fewer programs would end at too different times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,18 +77,6 @@ class AttentionPlan:
     many: ManyQueries | None
     outputs: Outputs | None = None
     """Where tokens of the step may be no row's: their outputs are zeros."""
-
-
-class Launch(NamedTuple):
-    """How a kernel is compiled: none of it changes bits."""
-
-    height: int
-    warps: int
-    stages: int
-    takes: int = 1
-    """Splits of a program, of the decode kernel."""
-    registers: int | None = None
-    """Most of a thread; None: as many as the compiler likes."""
 
 
 def plan_attention(
@@ -275,16 +260,17 @@ def _run_decode(
     slopes: Tensor | None,
 ) -> None:
     shape, kv_heads, num_records = plan.shape, plan.shape.num_kv_heads, few.records.shape[1]
-    launch = _decode_launch(shape, q.dtype, few.longest, num_records * kv_heads, few.num_splits)
+    launch = decode_launch(shape, q.dtype, few.longest, num_records * kv_heads, few.num_splits)
     per_tile = launch.height // shape.group
     tiles_per_record = -(-few.longest // per_tile)
     rows = min(per_tile, few.longest) * shape.group
     direct = few.num_splits <= launch.takes
     size = 0 if direct else few.num_partials * tiles_per_record * kv_heads * rows
     sums, partials = _scratch(size, shape.head_dim, q.device)
-    common = _common(plan, per_tile)
+    kind = (shape, plan.window, launch, q.device)
     num_tiles = num_records * tiles_per_record
-    decode_kernel[(num_tiles, kv_heads, -(-few.num_splits // launch.takes))](
+    decode_of(*kind, slopes is not None, q.dtype).launch(
+        (num_tiles, kv_heads, -(-few.num_splits // launch.takes)),
         q,
         k_cache,
         v_cache,
@@ -301,19 +287,12 @@ def _run_decode(
         num_records,
         tiles_per_record,
         rows,
-        BLOCK_M=launch.height,
-        ALIBI=slopes is not None,
-        TAKES=launch.takes,
-        PRECISION=_precision(q.dtype),
-        STAGES=launch.stages,
-        num_warps=launch.warps,
-        maxnreg=launch.registers,
-        **common,
     )
     if direct:
         return  # The kernel wrote the output.
     height = min(_MERGE_HEIGHT, power_of_two(rows))
-    merge_kernel[(num_tiles, kv_heads, -(-rows // height))](
+    merge_of(*kind, height).launch(
+        (num_tiles, kv_heads, -(-rows // height)),
         out,
         sums,
         partials,
@@ -321,10 +300,6 @@ def _run_decode(
         num_records,
         tiles_per_record,
         rows,
-        HEIGHT=height,
-        TAKES=launch.takes,
-        num_warps=min(4, height),
-        **common,
     )
 
 
@@ -339,10 +314,11 @@ def _run_prefill(
     slopes: Tensor | None,
 ) -> None:
     shape, kv_heads, num_records = plan.shape, plan.shape.num_kv_heads, many.records.shape[1]
-    launch = _prefill_launch(shape, q.dtype, num_records * kv_heads)
+    launch = prefill_launch(shape, q.dtype, num_records * kv_heads)
     per_tile = launch.height // shape.group
     tiles_per_record = -(-many.longest // per_tile)
-    prefill_kernel[(num_records * tiles_per_record, kv_heads)](
+    prefill_of(shape, plan.window, launch, q.device, slopes is not None, q.dtype).launch(
+        (num_records * tiles_per_record, kv_heads),
         q,
         k_cache,
         v_cache,
@@ -356,12 +332,6 @@ def _run_prefill(
         plan.block_table.stride(0),
         num_records,
         tiles_per_record,
-        BLOCK_M=launch.height,
-        ALIBI=slopes is not None,
-        PRECISION=_precision(q.dtype),
-        STAGES=launch.stages,
-        num_warps=launch.warps,
-        **_common(plan, per_tile),
     )
 
 
@@ -369,57 +339,6 @@ def _scratch(rows: int, head_dim: int, device: torch.device) -> tuple[Tensor, Te
     """For m and l, and for acc, of so many rows."""
     sums = torch.empty(rows, 2, dtype=torch.float32, device=device)
     return sums, torch.empty(rows, head_dim, dtype=torch.float32, device=device)
-
-
-def _common(plan: AttentionPlan, per_tile: int) -> dict[str, Any]:
-    """Compile-time arguments of all kernels."""
-    return {
-        "GROUP": plan.shape.group,
-        "PER_TILE": per_tile,
-        "DIM": plan.shape.head_dim,
-        "DIM_PAD": max(16, power_of_two(plan.shape.head_dim)),
-        "WINDOW": plan.window,
-        **overlap_options(plan.block_table.device),
-    }
-
-
-def _decode_launch(
-    shape: AttentionShape, dtype: torch.dtype, longest: int, heads: int, num_splits: int
-) -> Launch:
-    """For rows of up to `longest` tokens, which have `heads` KV heads together; no taller than
-    they fill, and than registers hold."""
-    dim = shape.head_dim
-    tallest = 16 if dtype == torch.float32 else 64
-    height = max(16, power_of_two(min(longest * shape.group, tallest)))
-    height = max(height, power_of_two(shape.group))
-    takes = next((takes for least, takes in _TAKES if heads >= least), 1)
-    if dtype == torch.float32:
-        return Launch(height, 4 if dim <= 64 else 8, 1, takes)
-    # A stage is a tile of keys and one of values: 32 KB at 128 channels, of the 227 KB there are.
-    deep = 6 if dim <= 64 else 5 if dim <= 128 else 2
-    if heads * num_splits <= _FEW_PROGRAMS:
-        return Launch(height, 4, deep, takes)
-    # Three programs on a processor, which the compiler would make two with a few registers more.
-    is_slim = height == 16 and dim <= 128
-    return Launch(height, 4, min(deep, 3), takes, 168 if is_slim else None)
-
-
-def _prefill_launch(shape: AttentionShape, dtype: torch.dtype, programs: int) -> Launch:
-    """Two fp32 accumulators of [height, head_dim] must fit the registers of the warps."""
-    dim = shape.head_dim
-    if dtype == torch.float32:
-        launch = Launch(16, 4, 1) if dim <= 64 else Launch(32 if dim <= 128 else 16, 8, 1)
-    elif dim > 128:
-        launch = Launch(64, 8, 2)
-    elif programs <= _FEW_PROGRAMS:
-        launch = Launch(64, 4, 3)
-    else:
-        launch = Launch(128, 8, 3)
-    return launch._replace(height=max(launch.height, power_of_two(shape.group)))
-
-
-def _precision(dtype: torch.dtype) -> str:
-    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def _num_splits(start: int, count: int, window: int) -> int:

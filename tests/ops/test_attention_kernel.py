@@ -19,9 +19,8 @@ from tests.ops.kernel_rig import (
     poisoned,
 )
 from unisono.ops.attention import AttentionShape
-from unisono.ops.kernels import attention
+from unisono.ops.kernels import attention, attention_launch
 from unisono.ops.kernels.attention import (
-    Launch,
     most_runs,
     paged_attention,
     plan_attention,
@@ -30,6 +29,7 @@ from unisono.ops.kernels.attention import (
     splits_of_row,
     view_records,
 )
+from unisono.ops.kernels.attention_launch import Launch
 from unisono.ops.reference.attention import attention as reference
 
 pytestmark = MARKS
@@ -145,7 +145,7 @@ def test_slopes_are_those_of_the_formula(window):
 
 @pytest.mark.parametrize(("window", "takes"), [(0, 1), (100, 1), (0, 2), (100, 2), (0, 4)])
 def test_a_row_has_one_answer(window, takes, monkeypatch):
-    monkeypatch.setattr(attention, "_TAKES", ((0, takes),))
+    monkeypatch.setattr(attention_launch, "_TAKES", ((0, takes),))
     # A window sees two splits at most; without one there are up to five to merge.
     lengths = LENGTHS[:-1] if window else LENGTHS
     _assert_one_answer(request(max(lengths), AttentionShape(3, 1, 16), DTYPE), window, lengths)
@@ -193,7 +193,7 @@ def test_where_blocks_lie_changes_nothing():
 )
 def test_a_plan_made_on_the_device(window, group, takes, monkeypatch):
     """Upper bounds on the host, lengths on the device; 16 tokens of 7 heads take two tiles."""
-    monkeypatch.setattr(attention, "_TAKES", ((0, takes),))
+    monkeypatch.setattr(attention_launch, "_TAKES", ((0, takes),))
     shape = AttentionShape(group, 1, 32)
     one = request(1100, shape, DTYPE)
     starts, counts = [1000, 0, 505, 40], [16, 3, 0, 11]
@@ -318,14 +318,14 @@ def test_launch_settings_change_no_bits(dim, monkeypatch):
     settings = [Launch(16, 1, 2), Launch(16, 4, 2), Launch(32, 2, 2), Launch(64, 4, 1)]
     settings += [Launch(64, 8, 2)] if dim == 256 else [Launch(128, 4, 2), Launch(128, 8, 2)]
     for launch in settings:
-        monkeypatch.setattr(attention, "_prefill_launch", lambda *_, launch=launch: launch)
+        monkeypatch.setattr(attention, "prefill_launch", lambda *_, launch=launch: launch)
         (got,) = one.attend([0], [1500])
         assert_same_bits(f"prompt, {launch}", got, want)
     settings = [(16, 1, 2, 1), (16, 8, 2, 2), (32, 2, 2, 4), (64, 4, 2, 2), (64, 8, 2, 8)]
     settings += [(16, 4, 3, takes) for takes in (1, 2, 4, 8)]
     for setting in settings:
         launch = Launch(*setting)
-        monkeypatch.setattr(attention, "_decode_launch", lambda *_, launch=launch: launch)
+        monkeypatch.setattr(attention, "decode_launch", lambda *_, launch=launch: launch)
         for count in (1, 5, 16):
             (got,) = one.attend([1500 - count], [count])
             assert_same_bits(f"{count} rows, {launch}", got, want[-count:])

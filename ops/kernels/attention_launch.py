@@ -1,0 +1,142 @@
+"""How the attention kernels are compiled and launched. None of it changes a bit: it follows from
+widths and from how many tiles there are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from unisono.ops.attention import AttentionShape
+from unisono.ops.kernels.attention_decode import decode_kernel, merge_kernel
+from unisono.ops.kernels.attention_prefill import prefill_kernel
+from unisono.ops.kernels.launch import bound, power_of_two
+from unisono.ops.kernels.overlap import overlap_options
+
+_FEW_PROGRAMS = 132
+"""Up to here every program has a multiprocessor to itself and may fill its shared memory."""
+_TAKES = ((1024, 4), (512, 2))
+"""From so many rows times KV heads, splits that a program takes: it starts once for all of them,
+and leaves less to merge. Fewer programs would end at too different times."""
+
+
+class Launch(NamedTuple):
+    """How a kernel is compiled: none of it changes bits."""
+
+    height: int
+    warps: int
+    stages: int
+    takes: int = 1
+    """Splits of a program, of the decode kernel."""
+    registers: int | None = None
+    """Most of a thread; None: as many as the compiler likes."""
+
+
+def decode_launch(
+    shape: AttentionShape, dtype: torch.dtype, longest: int, heads: int, num_splits: int
+) -> Launch:
+    """For rows of up to `longest` tokens, which have `heads` KV heads together; no taller than
+    they fill, and than registers hold."""
+    dim = shape.head_dim
+    tallest = 16 if dtype == torch.float32 else 64
+    height = max(16, power_of_two(min(longest * shape.group, tallest)))
+    height = max(height, power_of_two(shape.group))
+    takes = next((takes for least, takes in _TAKES if heads >= least), 1)
+    if dtype == torch.float32:
+        return Launch(height, 4 if dim <= 64 else 8, 1, takes)
+    # A stage is a tile of keys and one of values: 32 KB at 128 channels, of the 227 KB there are.
+    deep = 6 if dim <= 64 else 5 if dim <= 128 else 2
+    if heads * num_splits <= _FEW_PROGRAMS:
+        return Launch(height, 4, deep, takes)
+    # Three programs on a processor, which the compiler would make two with a few registers more.
+    is_slim = height == 16 and dim <= 128
+    return Launch(height, 4, min(deep, 3), takes, 168 if is_slim else None)
+
+
+def prefill_launch(shape: AttentionShape, dtype: torch.dtype, programs: int) -> Launch:
+    """Two fp32 accumulators of [height, head_dim] must fit the registers of the warps."""
+    dim = shape.head_dim
+    if dtype == torch.float32:
+        launch = Launch(16, 4, 1) if dim <= 64 else Launch(32 if dim <= 128 else 16, 8, 1)
+    elif dim > 128:
+        launch = Launch(64, 8, 2)
+    elif programs <= _FEW_PROGRAMS:
+        launch = Launch(64, 4, 3)
+    else:
+        launch = Launch(128, 8, 3)
+    return launch._replace(height=max(launch.height, power_of_two(shape.group)))
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+@functools.cache
+def decode_of(
+    shape: AttentionShape,
+    window: int,
+    launch: Launch,
+    device: torch.device,
+    alibi: bool,
+    dtype: torch.dtype,
+) -> Any:
+    return bound(
+        decode_kernel,
+        BLOCK_M=launch.height,
+        ALIBI=alibi,
+        TAKES=launch.takes,
+        PRECISION=_precision(dtype),
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+        maxnreg=launch.registers,
+        **_common(shape, window, launch, device),
+    )
+
+
+@functools.cache
+def merge_of(
+    shape: AttentionShape, window: int, launch: Launch, device: torch.device, height: int
+) -> Any:
+    return bound(
+        merge_kernel,
+        HEIGHT=height,
+        TAKES=launch.takes,
+        num_warps=min(4, height),
+        **_common(shape, window, launch, device),
+    )
+
+
+@functools.cache
+def prefill_of(
+    shape: AttentionShape,
+    window: int,
+    launch: Launch,
+    device: torch.device,
+    alibi: bool,
+    dtype: torch.dtype,
+) -> Any:
+    return bound(
+        prefill_kernel,
+        BLOCK_M=launch.height,
+        ALIBI=alibi,
+        PRECISION=_precision(dtype),
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+        **_common(shape, window, launch, device),
+    )
+
+
+def _common(
+    shape: AttentionShape, window: int, launch: Launch, device: torch.device
+) -> dict[str, Any]:
+    """Compile-time arguments of all kernels."""
+    return {
+        "GROUP": shape.group,
+        "PER_TILE": launch.height // shape.group,
+        "DIM": shape.head_dim,
+        "DIM_PAD": max(16, power_of_two(shape.head_dim)),
+        "WINDOW": window,
+        **overlap_options(device),
+    }
