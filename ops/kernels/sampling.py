@@ -18,7 +18,13 @@ LEAST_KEY = tl.constexpr(-(1 << 63))
 _ID_BITS = tl.constexpr(31)
 _ID_MASK = tl.constexpr((1 << 31) - 1)
 _NAN_ORDER = tl.constexpr(0x7FFF_FFFF)
-_PIECE = 2048
+_NOTHING = tl.constexpr(-(1 << 31))
+"""Below the order of every logit, -inf too."""
+_STEP = 2048
+"""Ids that a program compares at a time, each with the one that its lane had a step before."""
+_PIECE = 8192
+"""Ids of a program where many rows keep the card busy; where they are few, those of one step."""
+_MANY_ROWS = 16
 
 
 def argmax_keys(logits: Tensor, first_id: int, num_ids: int) -> Tensor:
@@ -29,7 +35,8 @@ def argmax_keys(logits: Tensor, first_id: int, num_ids: int) -> Tensor:
     value) << 31 | ~id, so the maximum of the keys of all shards is the answer. A shard with no
     eligible id gives the least key. NaN orders above +inf and is found by `unpack_keys`.
     """
-    return greatest(piece_keys(logits, first_id, num_ids, _PIECE))
+    piece = _PIECE if len(logits) >= _MANY_ROWS else _STEP
+    return greatest(piece_keys(logits, first_id, num_ids, piece))
 
 
 def piece_keys(logits: Tensor, first_id: int, num_ids: int, piece: int) -> Tensor:
@@ -43,6 +50,7 @@ def piece_keys(logits: Tensor, first_id: int, num_ids: int, piece: int) -> Tenso
         first_id,
         eligible,
         PIECE=piece,
+        STEP=min(piece, _STEP),
         num_warps=4,
         **overlap_options(logits.device),
     )
@@ -85,16 +93,38 @@ def _piece_kernel(
     first_id: tl.tensor,
     eligible: tl.tensor,
     PIECE: tl.constexpr,
+    STEP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
+    """Value and id apart, for a number of 64 bits costs several times as much to compare."""
     begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
-    columns = piece * PIECE + tl.arange(0, PIECE)
-    inside = columns < eligible
-    logits = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=0.0)
-    key = key_of(logits, columns, inside, first_id)
-    tl.store(keys_ptr + row * tl.num_programs(1) + piece, tl.max(key, axis=0))
+    logits_ptr += row * row_stride
+    best = tl.full((STEP,), _NOTHING, tl.int32)
+    at = tl.full((STEP,), _ID_MASK, tl.int32)
+    for start in tl.static_range(0, PIECE, STEP):
+        columns = piece * PIECE + start + tl.arange(0, STEP)
+        inside = columns < eligible
+        order = _order_of(tl.load(logits_ptr + columns, mask=inside, other=0.0))
+        # Not where they are equal: the ids before are lower.
+        is_better = inside & (order > best)
+        best = tl.where(is_better, order, best)
+        at = tl.where(is_better, columns, at)
+    top = tl.max(best, axis=0)
+    column = tl.min(tl.where(best == top, at, _ID_MASK), axis=0)
+    key = (top.to(tl.int64) << _ID_BITS) | (_ID_MASK - (column.to(tl.int64) + first_id))
+    key = tl.where(top == _NOTHING, LEAST_KEY, key)
+    tl.store(keys_ptr + row * tl.num_programs(1) + piece, key)
+
+
+@triton.jit
+def _order_of(logits: tl.tensor) -> tl.tensor:
+    """An int32 for each fp32 logit, greater for a greater one."""
+    # -0.0 and 0.0 are equal as logits and must be equal as keys.
+    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFF_FFFF, bits)
+    return tl.where(logits != logits, _NAN_ORDER, ordered)
 
 
 @triton.jit
@@ -102,12 +132,9 @@ def key_of(
     logits: tl.tensor, columns: tl.tensor, inside: tl.tensor, first_id: tl.tensor
 ) -> tl.tensor:
     """The key of each fp32 logit, and the least one where not `inside`."""
-    # -0.0 and 0.0 are equal as logits and must be equal as keys.
-    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFF_FFFF, bits)
-    ordered = tl.where(logits != logits, _NAN_ORDER, ordered)
     lowest = _ID_MASK - (columns.to(tl.int64) + first_id)
-    return tl.where(inside, (ordered.to(tl.int64) << _ID_BITS) | lowest, LEAST_KEY)
+    ordered = _order_of(logits).to(tl.int64) << _ID_BITS
+    return tl.where(inside, ordered | lowest, LEAST_KEY)
 
 
 @triton.jit

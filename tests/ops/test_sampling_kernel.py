@@ -34,6 +34,12 @@ def test_keys_of_random_rows(shard: int, first_id: int) -> None:
     check(torch.randint(-2, 3, (5, shard)).float(), first_id, first_id + shard)
 
 
+@pytest.mark.parametrize("shard", [8191, 8192, 8193, 20_000])
+def test_many_rows_are_cut_into_longer_pieces(shard: int) -> None:
+    """The lowest of equal ids wins, in one lane, one step or one piece and among them."""
+    check(torch.randint(-2, 3, (sampling._MANY_ROWS, shard)).float(), 7, 7 + shard - 5)
+
+
 def test_keys_of_special_values() -> None:
     inf, nan, tiny = float("inf"), float("nan"), 1e-45
     specials = torch.tensor([0.0, -0.0, inf, -inf, nan, tiny, -tiny, 3.4e38, -3.4e38, 1.0])
