@@ -59,13 +59,25 @@ def pytest_report_header() -> list[str]:
     return [] if _HAS_PSUTIL else ["psutil is missing: leftover processes are not looked for"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shard", metavar="I/N", help="only test I, I + N, I + 2 N, ... of those asked"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Files are dealt out in this order: with short ones last, nobody waits for a long one.
     items.sort(key=lambda item: item.path.parent.name == SHORT)
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu and not _cuda_is_there():
         for item in needs_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    if shard := config.getoption("--shard"):
+        part, parts = map(int, shard.split("/"))
+        others = [item for number, item in enumerate(items) if number % parts != part]
+        config.hook.pytest_deselected(items=others)
+        items[:] = items[part::parts]
 
 
 def pytest_collection_finish() -> None:

@@ -10,7 +10,8 @@ import torch
 from tests.end_to_end import command
 from unisono.ops.kernel_names import MOST
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(500)]
+RANKS = [1, pytest.param(2, marks=pytest.mark.two_gpus)]
 LAYERS = 30
 """Of smollm2-135m; a layer is five kernels at the very least."""
 
@@ -42,7 +43,7 @@ def check_kernels(device, busy_share=0.95):
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.7"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_a_step_is_taken_apart(ranks, temperature):
     found = bench(ranks, "--batch", "1,8", "--temperature", temperature)
     for line in found["lines"]:
@@ -65,7 +66,7 @@ def test_a_step_is_taken_apart(ranks, temperature):
     ("tokens", "replays", "eager"),
     [(256, 1.0, {"tail"}), (2048, 0.0, {"forward", "tail"})],
 )
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_steps_of_prompts_are_taken_apart(ranks, tokens, replays, eager):
     """Short ones replay their forward pass; tokens are chosen eagerly, as the rest of long ones."""
     found = bench(ranks, "--prompt-tokens", str(tokens))

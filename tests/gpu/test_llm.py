@@ -11,7 +11,7 @@ import pytest
 from tests.tiny import BASE, LLAMA, random_ids, write_checkpoint
 from unisono import LLM, SamplingParams
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(400)]
 
 LENGTHS = (1, 7, 40, 64, 66, 90)
 PROMPTS = [random_ids(length, seed=length) for length in LENGTHS]

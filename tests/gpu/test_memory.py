@@ -18,7 +18,7 @@ from unisono.runtime.protocol import Finished, SamplingParams, WorkerLost
 from unisono.workers.config import WorkerConfig
 from unisono.workers.profile_run import passing_bytes, rehearse
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(400)]
 
 SHAPE = "shape:qwen3-0.6b"
 """32 requests of all its 40,960 positions would take more than a card of 141 GB has."""

@@ -13,7 +13,7 @@ from tests.rig import LocalEngine
 from tests.tiny import random_ids, write_checkpoint
 from unisono import LLM, SamplingParams
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(400)]
 
 GPU = torch.device("cuda")
 SHAPE = "shape:qwen3-0.6b"

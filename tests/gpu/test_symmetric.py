@@ -18,6 +18,8 @@ from unisono import LLM, SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.two_gpus,
+    pytest.mark.alone,
     pytest.mark.timeout(400),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
 ]

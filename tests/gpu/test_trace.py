@@ -13,7 +13,7 @@ from tests.tiny import write_checkpoint
 from unisono import LLM, SamplingParams
 from unisono.launcher.timeline_file import DEVICE, FIRST_RANK, RUNTIME
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(400)]
 
 GREEDY = SamplingParams(max_tokens=64, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, top_p=0.9, seed=3)

@@ -11,20 +11,24 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import random_ids, write_checkpoint
+from tests.tiny import CONFIGS, random_ids, write_checkpoint
 from unisono import LLM, SamplingParams
+from unisono.launcher.demo_model import cache_directory
 from unisono.runtime.protocol import WorkerLost
 
 psutil = pytest.importorskip("psutil")
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.two_gpus,
     pytest.mark.timeout(400),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
 ]
 
 SHAPE = "shape:smollm2-135m"
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+TEXT = SamplingParams(max_tokens=32)
+DRAWN = {"temperature": 0.8, "seed": 11}
 PROMPTS = [random_ids(length, seed=length) for length in (1, 7, 40, 64, 66, 90)]
 
 
@@ -51,6 +55,44 @@ def test_float32_tokens_equal_the_cpus_and_one_ranks(tiny: str) -> None:
     want = tokens(tiny, "cpu", 1)
     assert tokens(tiny, "cuda", 1) == want
     assert tokens(tiny, "cuda", 2) == want
+
+
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"llama"}))
+def test_other_tiny_models_have_the_tokens_of_a_cpu(name: str, tmp_path: Path) -> None:
+    """Biases, windows, scaled rope, odd heads and vocabularies: the shards of these differ."""
+    write_checkpoint(name, tmp_path / "whole").config.save_pretrained(tmp_path)
+    assert tokens(str(tmp_path), "cuda", 2) == tokens(str(tmp_path), "cpu", 1)
+
+
+@pytest.mark.skipif(not list(cache_directory().glob("*.gguf")), reason="no demo model in the cache")
+def test_the_demo_model_has_the_tokens_of_a_cpu() -> None:
+    prompts = ["The capital of France is", "def read_lines(path):", "Once upon a time", "2 + 2 ="]
+    answers = {}
+    for device, tp, dtype in (
+        ("cpu", 1, "float32"),
+        ("cuda", 2, "float32"),
+        ("cuda", 2, "bfloat16"),
+    ):
+        with LLM("demo", device=device, tp=tp, dtype=dtype, max_model_len=256) as llm:
+            together = [answer.token_ids for answer in llm.generate(prompts, TEXT)]
+            alone = [llm.generate([prompt], TEXT)[0].token_ids for prompt in prompts]
+        assert together == alone, f"{device} {dtype}"
+        answers[device, dtype] = alone
+    assert answers["cuda", "float32"] == answers["cpu", "float32"]
+
+
+@pytest.mark.parametrize("how", ["greedy", "seeded"])
+def test_drafts_change_nothing(how: str) -> None:
+    """Of the trained model, in graphs, on both ranks, and as on a CPU."""
+    prompts = ["class Reader:", "def read_lines(path):", "The module defines"]
+    params = SamplingParams(max_tokens=60, **({} if how == "greedy" else DRAWN))
+    answers = {}
+    for device, tp, drafts in (("cpu", 1, 0), ("cuda", 2, 0), ("cuda", 2, 1), ("cuda", 2, 3)):
+        options = {"device": device, "tp": tp, "dtype": "float32", "max_model_len": 256}
+        with LLM("tiny-mtp", speculate=str(drafts), **options) as llm:
+            found = llm.generate(prompts, params)
+        answers[device, drafts] = [answer.token_ids for answer in found]
+    assert all(answer == answers["cpu", 0] for answer in answers.values())
 
 
 def test_a_published_shape_on_one_and_two_ranks() -> None:
