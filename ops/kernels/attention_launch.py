@@ -20,8 +20,8 @@ _FEW_PROGRAMS = 132
 _TAKES = ((1536, 4),)
 """From so many rows times KV heads, splits that a program takes: it starts once for all of them,
 and leaves less to merge. Fewer programs end at too different times. On an H200, 256 rows of 400 to
-800 keys and 8 heads, take 161 us instead of 171, of which reading takes 149; with 128 rows there is
-nothing to gain."""
+800 keys and 8 heads take 161 us instead of 171, of which reading takes 149; with 128 rows there is
+nothing to gain (scripts/tune_attention.py)."""
 
 
 class Launch(NamedTuple):
