@@ -296,7 +296,7 @@ def _check_speculation(speculate: str, accept: str, model: ModelConfig) -> None:
     if speculate != "off" and not model.num_mtp_layers:
         raise ConfigError(
             f"--speculate {speculate}: drafts come from a layer of the model's own (MTP), and this "
-            "checkpoint has none; choose off"
+            "checkpoint has none; choose a model that has one, or off"
         )
     if accept == "rejection" and speculate == "off":
         raise ConfigError(

@@ -302,7 +302,7 @@ def test_drafts_need_a_layer_that_makes_them() -> None:
             worker_of({"speculate": speculate})
         assert str(caught.value) == (
             f"--speculate {speculate}: drafts come from a layer of the model's own (MTP), and this "
-            "checkpoint has none; choose off"
+            "checkpoint has none; choose a model that has one, or off"
         )
     assert worker_of({"speculate": "off"}).num_drafts == 0
     drafting = {"num_mtp_layers": 1}
