@@ -18,6 +18,7 @@ from unisono.ops.kernels import (
     filters,
     gates,
     gumbel,
+    judge_drafts,
     linear,
     logprobs,
     norm,
@@ -28,7 +29,7 @@ from unisono.ops.kernels import (
     short_conv,
 )
 from unisono.ops.linear import Linear
-from unisono.ops.reference import reduce, speculation
+from unisono.ops.reference import reduce
 from unisono.ops.reference.gumbel import chance
 from unisono.ops.reference.sampling import unpack_keys
 from unisono.ops.table import Ops
@@ -56,8 +57,7 @@ def gpu_ops(device: torch.device) -> Ops:
         route_experts=routing.route_experts,
         pack_experts=partial(experts.pack_experts, proofs={}),
         settle_drafts=draft_plan.settle_drafts,
-        # Whole numbers and sums within a row, as all ranks see it.
-        judge_drafts=speculation.judge_drafts,
+        judge_drafts=judge_drafts.judge_drafts,
         chance=chance,
         argmax_keys=sampling.argmax_keys,
         unpack_keys=unpack_keys,

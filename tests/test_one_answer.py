@@ -307,6 +307,20 @@ def test_embedding_and_argmax(backend: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param(KERNELS, marks=kernel_rig.MARKS)])
+def test_judged_drafts(backend: str) -> None:
+    ops, count = ops_of(backend), num_rows(backend, 70)
+    logits = some(backend, count, 5003)
+    drafts, ids = logits + some(backend, count, 5003), torch.randint(5003, (count,))
+    heat, luck = 0.5 + torch.rand(2, count, dtype=torch.float64).to(logits.device)
+    rest = ids.to(logits.device), heat, luck - 0.5
+
+    def judged(rows: Tensor) -> Tensor:
+        return ops.judge_drafts(logits[rows], drafts[rows], *(each[rows] for each in rest))
+
+    rows_keep_their_bits("judged", judged, torch.arange(count, device=logits.device))
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param(KERNELS, marks=kernel_rig.MARKS)])
 def test_settled_drafts(backend: str) -> None:
     """What a row answers, and what is left of its slot, is the same alone and in any company, and
     with any number of places: up to a wrong draft, a stop id, its limit, or nothing at all."""

@@ -19,7 +19,7 @@ from tests.rig import LocalEngine
 from tests.test_logprobs import of_tokens, reals
 from tests.test_speculation import VOCABULARY, changing, distribution, prompts, same
 from tests.tiny import random_ids, write_checkpoint
-from unisono.ops.kernels import filters, gumbel, penalties, sampling
+from unisono.ops.kernels import filters, gumbel, judge_drafts, penalties, sampling
 from unisono.ops.table import Ops
 from unisono.runtime import sampling_wire
 from unisono.runtime.protocol import SamplingParams
@@ -165,6 +165,7 @@ def test_the_kernels_of_a_gpu_draw_the_same(erring: Path) -> None:
             filter_logits=filters.filter_logits,
             penalize=penalties.penalize,
             add_bias=penalties.add_bias,
+            judge_drafts=judge_drafts.judge_drafts,
         )
 
     asked = prompts((1, 12))
