@@ -3,6 +3,7 @@ bits of their definition, whatever came before, and waits that end."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -113,6 +114,55 @@ def test_two_shots_with_norms_of_wide_rows() -> None:
     layout = Layout(2, one_shot_bytes=4 * KIB, two_shot_bytes=256 * KIB, two_shot_lanes=2)
     check_fused(2, 9000, 5, torch.float16, layout)
     check_fused(2, 16384, 3, torch.float16, layout)
+
+
+def norm_of(end: Symmetric, parts: Tensor, stages: tuple[int, int]) -> Tensor:
+    """What stages of a two-shot with norm give on a rank: norm and total side by side."""
+    end.stages = stages
+    ones = torch.ones_like(parts[0])
+    both = end.two_shot_add_rms_norm(parts[end.rank], None, ones, ones[0], EPS)
+    end.stages = None
+    assert both is not None
+    return torch.cat(both, dim=1).cpu()
+
+
+def want_of(parts: Tensor) -> Tensor:
+    ones = torch.ones_like(parts[0])
+    return torch.cat(add_rms_norm(ordered_sum(parts), ones, ones[0], EPS), dim=1).cpu()
+
+
+def test_a_rank_may_be_an_epoch_ahead() -> None:
+    """Its numbers of the next epoch replace none that a slow peer is still to read, in either half;
+    and it waits for that peer then, however many epochs there were."""
+    layout = Layout(2, one_shot_bytes=4 * KIB, two_shot_bytes=256 * KIB, two_shot_lanes=2)
+    ahead, behind = local_ranks(2, layout)
+    epochs = [parts_of(2, 9, 512, dtype=torch.float16) for _ in range(5)]
+    norm_of(ahead, epochs[0], (0, 0))
+    for parts, following in itertools.pairwise(epochs):
+        norm_of(behind, parts, (0, 0))
+        norm_of(ahead, parts, (1, 1))
+        norm_of(behind, parts, (1, 1))
+        assert_same_bits("ahead", norm_of(ahead, parts, (2, 2)), want_of(parts))
+        norm_of(ahead, following, (0, 0))
+        assert_same_bits("behind", norm_of(behind, parts, (2, 2)), want_of(parts))
+    ahead.check()
+    norm_of(ahead, epochs[-1], (1, 1))
+    _wait()
+    with pytest.raises(PeerLost, match="rank 1 did not come"):
+        ahead.check()
+
+
+def test_rows_of_the_own_slice_need_no_second_meeting() -> None:
+    layout = Layout(2, one_shot_bytes=4 * KIB, two_shot_bytes=256 * KIB, two_shot_lanes=2)
+    ends = local_ranks(2, layout)
+    parts = parts_of(2, 10, 512, dtype=torch.float16)
+    for end in ends:
+        norm_of(end, parts, (0, 0))
+    got, own = norm_of(ends[1], parts, (1, 2)), [3, 4, 5, 9]
+    assert_same_bits("own", got[own], want_of(parts)[own])
+    _wait()
+    with pytest.raises(PeerLost, match="rank 0 did not come"):
+        ends[1].check()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -305,18 +355,26 @@ def test_two_shots_with_norms_at_real_widths(width: int, dtype: torch.dtype, ran
 @pytest.mark.gpu
 def test_a_graph_of_eight_ranks_replays_between_eager_calls() -> None:
     """Epochs live on the device: 1,000 replays with other numbers each time, eager calls between
-    them, of one-shots and two-shots that share memory."""
+    them, of one-shots and two-shots, with norm and without, that share memory."""
     ends = local_ranks(8, Layout.of(8))
     small, large = (torch.empty(8, n, 4096, dtype=torch.bfloat16, device="cuda") for n in (2, 40))
     small.zero_()
     large.zero_()
+
+    ones = torch.ones_like(large[0])
 
     def call() -> Tensor:
         sums = [
             in_stages(ends, stages, lambda end, x=x: end.all_reduce(x[end.rank]))[5]
             for x, stages in ((small, 2), (large, 3), (small, 2))
         ]
-        return torch.cat([total for total in sums if total is not None])
+        both = in_stages(
+            ends,
+            3,
+            lambda end: end.all_reduce_add_rms_norm(large[end.rank], None, ones, ones[0], EPS),
+        )[5]
+        assert both is not None
+        return torch.cat([total for total in (*sums, *both) if total is not None])
 
     graph_rig.replayed(call)
     graph = torch.cuda.CUDAGraph()
@@ -326,7 +384,8 @@ def test_a_graph_of_eight_ranks_replays_between_eager_calls() -> None:
         small.normal_()
         large.normal_()
         graph.replay()
-        want = torch.cat((ordered_sum(small), ordered_sum(large), ordered_sum(small)))
+        sums = ordered_sum(small), ordered_sum(large)
+        want = torch.cat((*sums, sums[0], *add_rms_norm(sums[1], ones, ones[0], EPS)))
         assert_same_bits(f"replay {step}", result, want)
         if step % 3 == 0:
             small.normal_()
