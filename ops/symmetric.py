@@ -7,12 +7,10 @@ ops/kernels/symmetric.py.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,77 +22,25 @@ from unisono.ops.agreement import Agreement
 from unisono.ops.comm import PeerLost, ordered_sum
 from unisono.ops.direct import Direct
 from unisono.ops.kernels import symmetric as kernels
-from unisono.ops.kernels.launch import blocks_of, bound, power_of_two
-from unisono.ops.kernels.norm import shape_of_program
+from unisono.ops.kernels.launch import blocks_of
+from unisono.ops.kernels.norm import MAX_WIDTH, shape_of_program
+from unisono.ops.kernels.symmetric_launch import one_shot_norm_of, two_shot_norm_of, two_shot_of
+from unisono.ops.symmetric_layout import BLOCK_WORDS, CROSSOVER, REGION_WORDS, Layout
 
-CROSSOVER = {2: (512 << 10, 64 << 20), 4: (256 << 10, 8 << 20), 8: (128 << 10, 8 << 20)}
-"""By the number of ranks, or the next one: up to how many bytes one-shot and two-shot serve. A
-one-shot sends everything to every peer, twice as large; above both, NCCL gathers."""
 WAIT_S = 300.0
 """How long a rank waits for another in a kernel. Ranks that load weights from a busy disk, or
 compile kernels, come minutes apart; who dies or hangs is found out much sooner elsewhere."""
 _TRIAL_WAIT_S = 30.0
 _POLLS_PER_S = 2_000_000
 """A look at memory takes 0.5 us or more: waits may last longer than they are said to."""
-_WORD, _SIGNAL = 8, 8
-_BLOCK_WORDS = 1024
-_REGION_WORDS = 4096
-"""Of 32 bits each: the widest row of a fused kernel, 8,192 numbers of 16 bits."""
 _FUSED = 2
 """A one-shot that spares the norm a kernel of its own pays up to so many times that crossover."""
 _BLOCK_KEYS = 256
-_TWO_SHOT_LANES, _TWO_SHOT_BLOCK_BYTES = 64, 16384
 _WARPS = 8
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _VECTOR_BYTES = 16
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a rank's memory is divided, and which sizes are served; the same on every rank."""
-
-    ranks: int
-    one_shot_bytes: int
-    """The most that a one-shot takes; its words come first in the memory."""
-    two_shot_bytes: int
-    """The most that a two-shot takes; behind the words its signals, then its numbers."""
-
-    @classmethod
-    def of(cls, ranks: int) -> Layout:
-        """Raises ValueError for a number of ranks that is not served."""
-        sizes = [size for most, size in sorted(CROSSOVER.items()) if ranks <= most]
-        if ranks < 2 or not sizes:
-            raise ValueError(f"{ranks} ranks; symmetric memory serves 2 to {max(CROSSOVER)}")
-        return cls(ranks, *sizes[0])
-
-    @property
-    def one_shot_lanes(self) -> int:
-        return self.one_shot_bytes // (4 * _BLOCK_WORDS)
-
-    @property
-    def signals(self) -> int:
-        """At which byte the signals begin."""
-        return self.one_shot_lanes * 2 * self.ranks * _REGION_WORDS * _WORD
-
-    @property
-    def data(self) -> int:
-        """At which byte the numbers begin."""
-        return self.signals + 2 * _TWO_SHOT_LANES * self.ranks * _SIGNAL
-
-    @property
-    def region_bytes(self) -> int:
-        """Of a lane's numbers."""
-        return self.slice_bytes(self.two_shot_bytes) * self.ranks
-
-    @property
-    def nbytes(self) -> int:
-        return self.data + _TWO_SHOT_LANES * 2 * self.region_bytes
-
-    def slice_bytes(self, nbytes: int) -> int:
-        """What a rank sums of a lane, of a tensor of `nbytes`: whole multiples of 1 KiB."""
-        return blocks_of(nbytes, _TWO_SHOT_LANES * self.ranks << 10) << 10
 
 
 class Symmetric(Direct):
@@ -123,7 +69,7 @@ class Symmetric(Direct):
         # Graphs name its addresses.
         self._kept: tuple[object, ...] = (memory, owner)
         self._table = torch.tensor([*addresses, fault.data_ptr()], device=memory.device)
-        lanes = 1 + layout.one_shot_lanes + _TWO_SHOT_LANES
+        lanes = 1 + layout.one_shot_lanes + layout.two_shot_lanes
         self._state = torch.zeros(lanes, dtype=torch.int64, device=memory.device)
 
     def all_reduce(self, x: Tensor) -> Tensor | None:
@@ -141,7 +87,7 @@ class Symmetric(Direct):
         x = _aligned(x)
         total = torch.empty_like(x)
         num_words = x.numel() * x.element_size() // 4
-        self._one_shot(kernels.one_shot_all_reduce_kernel, x, total, num_words, _BLOCK_WORDS)
+        self._one_shot(kernels.one_shot_all_reduce_kernel, x, total, num_words, BLOCK_WORDS)
         return total
 
     def two_shot(self, x: Tensor) -> Tensor:
@@ -150,7 +96,7 @@ class Symmetric(Direct):
         total = torch.empty_like(x)
         layout, count, item = self.layout, x.numel(), x.element_size()
         size = layout.slice_bytes(count * item) // item
-        _two_shot_of(layout, item, self.stages or (0, 2)).launch(
+        two_shot_of(layout, item, self.stages or (0, 2)).launch(
             (blocks_of(count, size * layout.ranks),),
             x,
             total,
@@ -168,39 +114,58 @@ class Symmetric(Direct):
     ) -> tuple[Tensor, Tensor] | None:
         """`all_reduce`, + bias [width] if there is one, then `add_rms_norm`, with their bits.
 
-        x and residual [tokens, width] of one dtype; None where a one-shot does not serve it: too
-        many tokens, too wide a row, or so narrow a one that rows share a program of the norm.
+        x and residual [tokens, width] of one dtype; None where no kernel serves it: too many
+        tokens, too wide a row, or so narrow a one that rows share a program of the norm.
         """
+        nbytes, both = x.numel() * x.element_size(), None
+        if nbytes <= _FUSED * self.layout.one_shot_bytes:
+            both = self.one_shot_add_rms_norm(x, bias, residual, weight, eps)
+        if both is None and nbytes > self.layout.one_shot_bytes:
+            both = self.two_shot_add_rms_norm(x, bias, residual, weight, eps)
+        return both
+
+    def one_shot_add_rms_norm(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """The same, a row to a lane; None where there are too few lanes or they are too small."""
         tokens, width = x.shape
         row_bytes = width * x.element_size()
         if (
-            not self._takes(x, row_bytes)
-            or tokens * row_bytes > _FUSED * self.layout.one_shot_bytes
+            not self._takes_rows(x)
             or tokens > self.layout.one_shot_lanes
-            or row_bytes > 4 * _REGION_WORDS
-            or shape_of_program(width)[0] > 1
+            or row_bytes > 4 * REGION_WORDS
         ):
             return None
-        assert weight.dtype in (x.dtype, torch.float32), (weight.dtype, x.dtype)
-        x, residual, weight = _aligned(x), _aligned(residual), _aligned(weight)
-        bias = None if bias is None else _aligned(bias)
-        normed, total = torch.empty_like(residual), torch.empty_like(residual)
-        stages = self.stages or (0, 1)
-        _fused_of(self.layout.ranks, width, bias is not None, stages).launch(
-            (tokens,),
-            x,
-            weight if bias is None else bias,
-            residual,
-            weight,
-            normed,
-            total,
+        tensors, results = _rows_of(x, bias, residual, weight)
+        one_shot_norm_of(self.layout.ranks, width, bias is not None, self.stages or (0, 1)).launch(
+            (tokens,), *tensors, *results, self._table, self._state, self.rank, self._polls, eps
+        )
+        return results
+
+    def two_shot_add_rms_norm(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """The same by whole rows to a slice; None where a slice has no room for as many."""
+        layout, (tokens, width), item = self.layout, x.shape, x.element_size()
+        if not self._takes_rows(x) or x.numel() * item > layout.two_shot_bytes:
+            return None
+        if not (slice_rows := layout.slice_rows(tokens, width * item)):
+            return None
+        tensors, results = _rows_of(x, bias, residual, weight)
+        stages = self.stages or (0, 2)
+        two_shot_norm_of(layout, width, item, bias is not None, stages).launch(
+            (blocks_of(tokens, slice_rows * layout.ranks),),
+            *tensors,
+            *results,
             self._table,
             self._state,
             self.rank,
             self._polls,
+            tokens,
+            slice_rows,
             eps,
         )
-        return normed, total
+        return results
 
     def max(self, x: Tensor) -> Tensor | None:
         """The elementwise maximum of `x` int64 over the ranks; None where there are too many."""
@@ -234,6 +199,15 @@ class Symmetric(Direct):
     def _takes(self, x: Tensor, nbytes: int) -> bool:
         return x.dtype in _DTYPES and nbytes % _VECTOR_BYTES == 0 and x.numel() > 0
 
+    def _takes_rows(self, x: Tensor) -> bool:
+        """Whether rows of x [tokens, width] are such that a program of the norm takes one."""
+        width = x.shape[1]
+        return (
+            self._takes(x, width * x.element_size())
+            and width <= MAX_WIDTH
+            and shape_of_program(width)[0] == 1
+        )
+
     def _one_shot(self, kernel: Any, x: Tensor, total: Tensor, count: int, block: int) -> None:
         first, last = self.stages or (0, 1)
         kernel[(blocks_of(count, block),)](
@@ -246,49 +220,12 @@ class Symmetric(Direct):
             count,
             RANKS=self.layout.ranks,
             EPOCHS=1,
-            REGION=_REGION_WORDS,
+            REGION=REGION_WORDS,
             BLOCK=block,
             FIRST=first,
             LAST=last,
             num_warps=_WARPS,
         )
-
-
-@functools.cache
-def _fused_of(ranks: int, width: int, has_bias: bool, stages: tuple[int, int]) -> Any:
-    _, block, num_warps = shape_of_program(width)
-    return bound(
-        kernels.one_shot_all_reduce_add_rms_norm_kernel,
-        WIDTH=width,
-        HAS_BIAS=has_bias,
-        RANKS=ranks,
-        EPOCHS=1,
-        REGION=_REGION_WORDS,
-        ALIGN=_VECTOR_BYTES,
-        BLOCK=block,
-        FIRST=stages[0],
-        LAST=stages[1],
-        num_warps=num_warps,
-        enable_fp_fusion=False,
-    )
-
-
-@functools.cache
-def _two_shot_of(layout: Layout, item_bytes: int, stages: tuple[int, int]) -> Any:
-    return bound(
-        kernels.two_shot_all_reduce_kernel,
-        RANKS=layout.ranks,
-        RANKS_OR_MORE=power_of_two(layout.ranks),
-        EPOCHS=1 + layout.one_shot_lanes,
-        LANES=_TWO_SHOT_LANES,
-        SIGNALS=layout.signals,
-        DATA=layout.data,
-        REGION=layout.region_bytes,
-        BLOCK=_TWO_SHOT_BLOCK_BYTES // item_bytes,
-        FIRST=stages[0],
-        LAST=stages[1],
-        num_warps=2 * _WARPS,
-    )
 
 
 def open_direct(
@@ -443,3 +380,13 @@ def _aligned(x: Tensor) -> Tensor:
     """`x` contiguous and on 16 bytes, copied where it is not."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % _VECTOR_BYTES else x
+
+
+def _rows_of(
+    x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """What a kernel with a norm takes, aligned, and room for (the norm, the total)."""
+    assert weight.dtype in (x.dtype, torch.float32), (weight.dtype, x.dtype)
+    x, residual, weight = _aligned(x), _aligned(residual), _aligned(weight)
+    normed, total = torch.empty_like(residual), torch.empty_like(residual)
+    return (x, weight if bias is None else _aligned(bias), residual, weight), (normed, total)

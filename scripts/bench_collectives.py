@@ -1,7 +1,7 @@
 """Times the collectives of a decode step: scripts/bench_collectives.py --ranks 2
 
 Starts the ranks itself, or is one of them under torchrun. On GPUs every call is timed from CUDA
-graphs, as in a decode step: one-shot, two-shot, the one-shot fused with residual and norm against
+graphs, as in a decode step: one-shot, two-shot, each of them fused with residual and norm against
 the same in separate kernels, the maximum of a few keys, and over NCCL the gather with ordered sum
 and NCCL's own all-reduce. On the CPU (--device cpu) what there is meets over gloo. Prints a line a
 size, medians in microseconds of rank 0, and everything as JSON in the last line.
@@ -76,7 +76,8 @@ def run_rank(kind: str, sizes: list[int]) -> int:
     plain = devices.join_group(rank, ranks, device, store, "nccl")
     direct, reason = None, "on the CPU there is none"
     if kind == "cuda":
-        from unisono.ops.symmetric import Layout, open_symmetric
+        from unisono.ops.symmetric import open_symmetric
+        from unisono.ops.symmetric_layout import Layout
 
         layout = Layout(ranks, MOST_ONE_SHOT, max(SIZES))
         assert dist.group.WORLD is not None
@@ -113,12 +114,14 @@ def calls(
             yield "one-shot", lambda: direct.one_shot(x)
         if nbytes <= direct.layout.two_shot_bytes:
             yield "two-shot", lambda: direct.two_shot(x)
-        if direct.all_reduce_add_rms_norm(x, None, residual, weight, 1e-6) is not None:
-            yield (
-                "fused",
-                lambda: direct.all_reduce_add_rms_norm(x, None, residual, weight, 1e-6),
-            )
+        rest = (x, None, residual, weight, 1e-6)
+        if nbytes <= 2 * direct.layout.one_shot_bytes and direct.one_shot_add_rms_norm(*rest):
+            yield "fused", lambda: direct.one_shot_add_rms_norm(*rest)
+        if nbytes <= direct.layout.one_shot_bytes:
             yield "one-shot + norm", lambda: add_norm(direct.one_shot(x), residual, weight, 1e-6)
+        if direct.two_shot_add_rms_norm(*rest):
+            yield "two-shot + norm fused", lambda: direct.two_shot_add_rms_norm(*rest)
+            yield "two-shot + norm", lambda: add_norm(direct.two_shot(x), residual, weight, 1e-6)
         yield f"max of {KEYS}", lambda: direct.max(keys)
     yield "gather + sum", lambda: plain.all_reduce(x)
     yield "gather + sum + norm", lambda: add_norm(plain.all_reduce(x), residual, weight, 1e-6)

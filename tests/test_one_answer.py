@@ -36,7 +36,7 @@ from unisono.ops.linear import SMALL_HEIGHTS, ExactLinear, plain_product
 from unisono.ops.reference.draft_plan import Table
 from unisono.ops.reference.rope_kv import write_kv
 from unisono.ops.reference.sampling import key_of_id
-from unisono.ops.symmetric import Layout
+from unisono.ops.symmetric_layout import Layout
 from unisono.ops.table import Ops
 from unisono.runtime.protocol import SamplingParams
 
@@ -228,10 +228,11 @@ def test_sigmoid_and_mul(backend: str, dtype: torch.dtype, width: int) -> None:
     ids=str,
 )
 def test_sum_over_ranks_in_any_company(dtype: torch.dtype, ranks: int, width: int) -> None:
-    """By one-shot, two-shot or the fused kernel: what serves a row depends on its company, its bits
-    do not; they are those of rank order."""
-    tokens = 5 if INTERPRETED else 60
-    layout = Layout(ranks, one_shot_bytes=16 << 10, two_shot_bytes=1 << 20)
+    """By one-shot or two-shot, with the norm or before it: what serves a row depends on its
+    company, its bits do not; they are those of rank order."""
+    tokens = 9 if INTERPRETED else 60
+    one_shot_bytes = (4 if INTERPRETED else 16) << 10
+    layout = Layout(ranks, one_shot_bytes, two_shot_bytes=1 << 20, two_shot_lanes=tokens // 4)
     ends = symmetric_rig.local_ranks(ranks, layout)
     parts = some(KERNELS, ranks, tokens, width, dtype=dtype)
     residual, weight = parts[0].clone(), parts[1, 0].clone()
@@ -253,7 +254,7 @@ def test_sum_over_ranks_in_any_company(dtype: torch.dtype, ranks: int, width: in
     def fused(rows: Tensor) -> Tensor:
         both = symmetric_rig.in_stages(
             ends,
-            2,
+            symmetric_rig.num_norm_stages(layout, residual[rows]),
             lambda end: end.all_reduce_add_rms_norm(
                 parts[end.rank, rows], None, residual[rows], weight, 1e-6
             ),

@@ -8,7 +8,8 @@ the device: graphs can be replayed any number of times and mixed with eager call
 One-shot: a rank pushes 32 bits of its numbers to each peer in a word of 64, whose upper half is the
 epoch. A word arrives whole, so that one which carries the epoch carries the numbers: no barrier, no
 fence, one way over the link. Two-shot: each rank sums one slice of a lane, then takes the other
-slices from its peers; signals with release and acquire of system scope stand between.
+slices from its peers; signals with release and acquire of system scope stand between. Its kernels
+are in ops/kernels/two_shot.py.
 
 Each part of the memory is there twice and epochs alternate. A rank that writes in epoch e has heard
 of epoch e - 1 from every peer, whose kernel of epoch e - 2 was over by then: what is written over
@@ -169,69 +170,6 @@ def one_shot_all_reduce_max_kernel(
         tl.store(state_ptr + EPOCHS + lane, epoch)
 
 
-@launchable
-@triton.jit(do_not_specialize=["rank", "polls"])
-def two_shot_all_reduce_kernel(
-    x_ptr: tl.tensor,
-    total_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    state_ptr: tl.tensor,
-    rank: tl.tensor,
-    polls: tl.tensor,
-    count: tl.tensor,
-    size: tl.tensor,
-    RANKS: tl.constexpr,
-    RANKS_OR_MORE: tl.constexpr,
-    EPOCHS: tl.constexpr,
-    LANES: tl.constexpr,
-    SIGNALS: tl.constexpr,
-    DATA: tl.constexpr,
-    REGION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-) -> None:
-    """`count` numbers; of each lane every rank sums one slice of `size`. Signals and numbers are in
-    the memory from bytes SIGNALS and DATA on; a lane's region of the latter has REGION bytes."""
-    dtype = total_ptr.dtype.element_ty
-    lane = tl.program_id(0)
-    epoch = tl.load(state_ptr + EPOCHS + lane) + 1
-    start = lane * (size * RANKS)
-    columns = tl.arange(0, BLOCK)
-    region = DATA + (lane * 2 + (epoch & 1).to(tl.int32)).to(tl.int64) * REGION
-    mine = _numbers_of(table_ptr, rank, region, dtype)
-    first_signals = SIGNALS + lane * (RANKS * 8)
-    second_signals = first_signals + LANES * RANKS * 8
-    if FIRST == 0:
-        for begin in range(0, size * RANKS, BLOCK):
-            at = begin + columns
-            inside = (at < size * RANKS) & (start + at < count)
-            tl.store(mine + at, tl.load(x_ptr + start + at, mask=inside), mask=inside)
-        _signal(table_ptr, first_signals, rank, epoch, RANKS, RANKS_OR_MORE)
-    if (FIRST <= 1) & (LAST >= 1):
-        _meet(table_ptr, state_ptr, first_signals, rank, epoch, polls, RANKS, RANKS_OR_MORE)
-        for begin in range(0, size, BLOCK):
-            at = rank * size + begin + columns
-            inside = (begin + columns < size) & (start + at < count)
-            theirs = _numbers_of(table_ptr, 0, region, dtype)
-            total = tl.load(theirs + at, mask=inside, cache_modifier=".cg").to(tl.float32)
-            for peer in tl.static_range(1, RANKS):
-                theirs = _numbers_of(table_ptr, peer, region, dtype)
-                total += tl.load(theirs + at, mask=inside, cache_modifier=".cg").to(tl.float32)
-            tl.store(mine + at, total.to(dtype), mask=inside)
-        _signal(table_ptr, second_signals, rank, epoch, RANKS, RANKS_OR_MORE)
-    if LAST == 2:
-        _meet(table_ptr, state_ptr, second_signals, rank, epoch, polls, RANKS, RANKS_OR_MORE)
-        for begin in range(0, size, BLOCK):
-            for peer in tl.static_range(RANKS):
-                theirs = _numbers_of(table_ptr, peer, region, dtype)
-                at = peer * size + begin + columns
-                inside = (begin + columns < size) & (start + at < count)
-                summed = tl.load(theirs + at, mask=inside, cache_modifier=".cg")
-                tl.store(total_ptr + start + at, summed, mask=inside)
-        tl.store(state_ptr + EPOCHS + lane, epoch)
-
-
 @triton.jit
 def _push(
     table_ptr: tl.tensor,
@@ -292,7 +230,7 @@ def _await(
         for peer in tl.static_range(RANKS):
             late = _late(mine + peer * REGION, epoch, columns, inside)
             if tl.max(late, axis=0) > 0:
-                _give_up(table_ptr, state_ptr, peer + 1, RANKS)
+                give_up(table_ptr, state_ptr, peer + 1, RANKS)
 
 
 @triton.jit
@@ -305,7 +243,7 @@ def _late(
 
 
 @triton.jit
-def _give_up(
+def give_up(
     table_ptr: tl.tensor, state_ptr: tl.tensor, late: tl.tensor, RANKS: tl.constexpr
 ) -> None:
     """Tell the host the late rank, counted from 1, and all lanes not to wait any more."""
@@ -378,70 +316,10 @@ def _key(
 
 
 @triton.jit
-def _signal(
-    table_ptr: tl.tensor,
-    signals: tl.tensor,
-    rank: tl.tensor,
-    epoch: tl.tensor,
-    RANKS: tl.constexpr,
-    RANKS_OR_MORE: tl.constexpr,
-) -> None:
-    """Release what this lane has written, to every rank: its signals begin at byte `signals`."""
-    # What other threads wrote comes before the release of those that signal.
-    tl.debug_barrier()
-    peers = tl.arange(0, RANKS_OR_MORE)
-    memory = tl.load(table_ptr + peers, mask=peers < RANKS, other=0)
-    theirs = (memory + (signals + rank * 8)).to(tl.pointer_type(tl.int64))
-    epochs = tl.zeros((RANKS_OR_MORE,), tl.int64) + epoch
-    tl.atomic_xchg(theirs, epochs, mask=peers < RANKS, sem="release", scope="sys")
-
-
-@triton.jit
-def _meet(
-    table_ptr: tl.tensor,
-    state_ptr: tl.tensor,
-    signals: tl.tensor,
-    rank: tl.tensor,
-    epoch: tl.tensor,
-    polls: tl.tensor,
-    RANKS: tl.constexpr,
-    RANKS_OR_MORE: tl.constexpr,
-) -> None:
-    """Acquire what all ranks have released in this epoch; looks at most `polls` times.
-
-    A rank may be one epoch ahead: it has heard of this one from here.
-    """
-    left = tl.where(tl.load(state_ptr) == 0, polls, 1)
-    peers = tl.arange(0, RANKS_OR_MORE)
-    memory = tl.load(table_ptr + rank) + signals
-    mine = (memory + peers * 8).to(tl.pointer_type(tl.int64))
-    nothing = tl.zeros((RANKS_OR_MORE,), tl.int64)
-    last_late = tl.full((), 1, tl.int32)
-    while (last_late > 0) & (left > 0):
-        seen = tl.atomic_add(mine, nothing, mask=peers < RANKS, sem="acquire", scope="sys")
-        late = (seen < epoch) & (peers < RANKS)
-        last_late = tl.max(tl.where(late, peers + 1, 0), axis=0)
-        left -= 1
-    if last_late > 0:
-        _give_up(table_ptr, state_ptr, last_late, RANKS)
-    # No thread reads before the acquire of those that look.
-    tl.debug_barrier()
-
-
-@triton.jit
 def _region_of(table_ptr: tl.tensor, rank: tl.tensor, offset: tl.tensor) -> tl.tensor:
     """Pointer to the word number `offset` in the memory of `rank`, on 16 bytes."""
     memory = tl.load(table_ptr + rank).to(tl.pointer_type(tl.int64))
     return tl.multiple_of(memory + offset, 16)
-
-
-@triton.jit
-def _numbers_of(
-    table_ptr: tl.tensor, rank: tl.tensor, offset: tl.tensor, DTYPE: tl.constexpr
-) -> tl.tensor:
-    """Pointer to the number at byte `offset` in the memory of `rank`, on 16 bytes."""
-    memory = tl.load(table_ptr + rank).to(tl.pointer_type(tl.int8))
-    return tl.multiple_of(memory + offset, 16).to(tl.pointer_type(DTYPE), bitcast=True)
 
 
 @triton.jit

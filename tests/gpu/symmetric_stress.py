@@ -38,29 +38,42 @@ class Trial:
         some = {"dtype": torch.bfloat16, "device": device}
         self.small = torch.zeros(self.ranks, 2, WIDTH, **some)
         self.large = torch.zeros(self.ranks, end.layout.one_shot_bytes // 8192 + 8, WIDTH, **some)
-        self.residual = torch.zeros(2, WIDTH, **some)
+        # Beyond the one-shot with norm, and not all of the last lane of a two-shot.
+        rows = 2 * end.layout.one_shot_bytes // 8192 + 9
+        self.wide = torch.zeros(self.ranks, rows, WIDTH, **some)
+        self.residual = torch.zeros(rows, WIDTH, **some)
         self.weight = torch.randn(WIDTH, generator=self._together, device=device).bfloat16()
         self.keys = torch.zeros(self.ranks, 32, dtype=torch.int64, device=device)
 
     def change(self) -> None:
         """Other numbers, the same on every rank."""
-        for tensor in (self.small, self.large, self.residual):
+        for tensor in (self.small, self.large, self.wide, self.residual):
             tensor.normal_(generator=self._together)
         self.keys.random_(-(2**62), 2**62, generator=self._together)
 
     def run(self) -> list[Tensor]:
-        """One-shot, fused, two-shot, maximum, one-shot; this rank's parts alone are read."""
+        """Both with norm, one-shot, two-shot, that with norm, maximum, one-shot; this rank's parts
+        alone are read."""
         end, rank = self.end, self.end.rank
-        fused = end.all_reduce_add_rms_norm(self.small[rank], None, self.residual, self.weight, EPS)
-        assert fused is not None
+        fused = [*self._fused(self.small[rank]), *self._fused(self.wide[rank])]
         results = [end.all_reduce(self.small[rank]), *fused, end.all_reduce(self.large[rank])]
+        results += self._fused(self.wide[rank])
         results += [end.max(self.keys[rank]), end.all_reduce(self.small[rank])]
         return [result for result in results if result is not None]
 
+    def _fused(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rest = (self.weight, self.residual[: len(x)], self.weight, EPS)
+        both = self.end.all_reduce_add_rms_norm(x, *rest)
+        assert both is not None
+        return both
+
     def compare(self, name: str, results: list[Tensor]) -> None:
         small = ordered_sum(self.small)
-        fused = add_rms_norm(small, self.residual, self.weight, EPS)
-        wants = [small, *fused, ordered_sum(self.large), self.keys.amax(0), small]
+        one, two = (
+            add_rms_norm(total + self.weight, self.residual[: len(total)], self.weight, EPS)
+            for total in (small, ordered_sum(self.wide))
+        )
+        wants = [small, *one, *two, ordered_sum(self.large), *two, self.keys.amax(0), small]
         for number, (got, want) in enumerate(zip(results, wants, strict=True)):
             if got.dtype == torch.int64:
                 assert torch.equal(got, want), f"{name}: keys"

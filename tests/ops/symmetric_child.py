@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 from unisono.ops.comm import PeerLost, ordered_sum
-from unisono.ops.symmetric import Layout, Symmetric
+from unisono.ops.kernels.norm import add_rms_norm
+from unisono.ops.symmetric import Symmetric
+from unisono.ops.symmetric_layout import Layout
 
 ROUNDS = 8
 
@@ -32,7 +34,7 @@ def main(directory: str, rank: int, ranks: int, role: str) -> int:
     fault = torch.zeros(1, dtype=torch.int64)
     # Long enough for processes that start seconds apart.
     end = Symmetric(rank, layout, memories[rank], addresses, fault, wait_s=30.0)
-    together = torch.Generator().manual_seed(1)
+    together = torch.Generator().manual_seed(10)
     alone = random.Random(rank)
     for number in range(ROUNDS):
         if role == "late":
@@ -41,8 +43,13 @@ def main(directory: str, rank: int, ranks: int, role: str) -> int:
             return 0
         if number and role == "waits":
             end.wait_s = 1e-3
-        shape = [(1, 8), (2, 520), (30, 200)][int(torch.randint(3, (), generator=together))]
+        shapes = [(1, 8), (2, 520), (30, 200), (19, 512)]
+        shape = shapes[int(torch.randint(4, (), generator=together))]
         parts = torch.randn(ranks, *shape, generator=together).half()
+        residual, both = parts[0] - 1, None
+        if shape[1] == 512:
+            both = end.all_reduce_add_rms_norm(parts[rank], None, residual, parts[1, 0], 1e-6)
+            assert both is not None
         total = end.all_reduce(parts[rank])
         try:
             end.check()
@@ -51,6 +58,11 @@ def main(directory: str, rank: int, ranks: int, role: str) -> int:
             return 3
         assert total is not None
         assert torch.equal(total, ordered_sum(parts)), f"round {number}, {shape}"
+        if both is not None:
+            for got, want in zip(
+                both, add_rms_norm(total, residual, parts[1, 0], 1e-6), strict=True
+            ):
+                assert torch.equal(got, want), f"round {number}, with norm"
     return 0
 
 

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from tests.ops import kernel_rig
-from unisono.ops.symmetric import Layout, Symmetric
+from unisono.ops.symmetric import Symmetric
+from unisono.ops.symmetric_layout import Layout
 
 T = TypeVar("T")
 SMALL = {"one_shot_bytes": 32 << 10, "two_shot_bytes": 256 << 10}
@@ -49,3 +51,10 @@ def in_stages(ranks: list[Symmetric], num_stages: int, call: Callable[[Symmetric
             results.append(call(each))
             each.stages = None
     return results
+
+
+def num_norm_stages(layout: Layout, x: Tensor) -> int:
+    """Of the sum with a norm that serves x [tokens, width]: a one-shot has 2, a two-shot 3."""
+    row_bytes = x.shape[1] * x.element_size()
+    is_small = len(x) * row_bytes <= 2 * layout.one_shot_bytes and row_bytes <= 16 << 10
+    return 2 if is_small and len(x) <= layout.one_shot_lanes else 3

@@ -21,6 +21,7 @@ CUTLASS = "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8"
     [
         ("_ordered_kernel", "_ordered_kernel"),
         ("one_shot_all_reduce_add_rms_norm_kernel", "one_shot_all_reduce_add_rms_norm_kernel"),
+        ("two_shot_all_reduce_add_rms_norm_kernel", "two_shot_all_reduce_add_rms_norm_kernel"),
         ("decode_kernel_0d1d2de3de45c", "decode_kernel"),
         ("decode_kernel_012", "decode_kernel_012"),
         ("nvjet_tst_192x128_64x5_2x1_v_bz_coopA_TNN", "nvjet_tst_192x128_64x5_2x1_v_bz_coopA_TNN"),

@@ -20,7 +20,8 @@ from tests.paths import ROOT, python_path
 from unisono.ops import symmetric
 from unisono.ops.comm import Group
 from unisono.ops.direct import Direct
-from unisono.ops.symmetric import Layout, open_direct
+from unisono.ops.symmetric import open_direct
+from unisono.ops.symmetric_layout import Layout
 
 CPU = torch.device("cpu")
 
