@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 6
 """That share a GPU: those with an engine take a few GB of it each, and two CPUs."""
+PHASES = ("crowd", "alone", "together", "together-alone")
 NO_TESTS = 5
 """How pytest ends where all tests were another process's."""
 
@@ -45,32 +46,34 @@ def main() -> int:
     """Run all; 1 if a test failed."""
     reader = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     reader.add_argument("--processes", type=int, default=PROCESSES, help="that share a GPU")
+    reader.add_argument("--only", choices=PHASES, action="append", help="may be repeated")
     asked, options = reader.parse_known_args()
     num_gpus = count_gpus()
     if not num_gpus:
         print("no CUDA device is visible to torch", file=sys.stderr)
         return 2
     began, good = time.monotonic(), True
-    for phase in phases(num_gpus, asked.processes):
+    found = phases(num_gpus, asked.processes)
+    for phase in [found[name] for name in asked.only or PHASES if name in found]:
         with ThreadPoolExecutor(len(phase)) as pool:
             good &= all(pool.map(lambda share: run(share, options, began), phase))
     print(f"{'all passed' if good else 'SOME FAILED'} in {time.monotonic() - began:.0f} s")
     return 0 if good else 1
 
 
-def phases(num_gpus: int, processes: int) -> list[list[Share]]:
-    """What runs at the same time, one after another."""
+def phases(num_gpus: int, processes: int) -> dict[str, list[Share]]:
+    """What runs at the same time, by the name of the phase; on one GPU some have nothing."""
     single = [[gpu] for gpu in range(num_gpus)]
     every = [list(range(num_gpus))]
-    found = [
-        shares("crowd", "gpu and not alone and not two_gpus", single * processes),
-        shares("alone", "gpu and alone and not two_gpus", single),
-    ]
+    found = {
+        "crowd": ("gpu and not alone and not two_gpus", single * processes),
+        "alone": ("gpu and alone and not two_gpus", single),
+    }
     if num_gpus > 1:
         # Ranks wait for each other on their GPUs: more engines at a time take turns for too long.
-        found.append(shares("together", "gpu and two_gpus and not alone", every * 2))
-        found.append(shares("together, alone", "gpu and two_gpus and alone", every))
-    return found
+        found["together"] = ("gpu and two_gpus and not alone", every * 2)
+        found["together-alone"] = ("gpu and two_gpus and alone", every)
+    return {name: shares(name, *asked) for name, asked in found.items()}
 
 
 def shares(name: str, marks: str, gpus: Sequence[Sequence[int]]) -> list[Share]:

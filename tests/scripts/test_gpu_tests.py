@@ -33,7 +33,7 @@ def script():
 @pytest.mark.parametrize("num_gpus", [2, 3])
 def test_every_test_is_in_one_share(script, num_gpus: int) -> None:
     found: Counter[tuple[bool, bool, int, int]] = Counter()
-    for shares in script.phases(num_gpus, 2):
+    for shares in script.phases(num_gpus, 2).values():
         for share, alone, two_gpus in itertools.product(shares, (False, True), (False, True)):
             marked = {"gpu": True, "alone": alone, "two_gpus": two_gpus}
             assert not eval(share.marks, {}, marked | {"gpu": False})
@@ -72,11 +72,12 @@ class FakeItem:
 
 
 def test_gpus_are_shared_and_those_of_two_seen_together(script) -> None:
-    crowd, alone, together, last = script.phases(2, 3)
+    assert tuple(script.phases(2, 3)) == script.PHASES
+    crowd, alone, together, last = script.phases(2, 3).values()
     assert [share.gpus for share in crowd] == [[0], [1]] * 3
     assert [share.gpus for share in alone] == [[0], [1]]
     assert [share.gpus for share in together + last] == [[0, 1]] * 3
-    assert [len(shares) for shares in script.phases(1, 4)] == [4, 1]
+    assert [len(shares) for shares in script.phases(1, 4).values()] == [4, 1]
 
 
 def test_without_a_gpu_it_says_so() -> None:
