@@ -54,6 +54,9 @@ def main() -> int:
         return 2
     began, good = time.monotonic(), True
     found = phases(num_gpus, asked.processes)
+    for name in asked.only or PHASES:
+        if name not in found:
+            print(f"{name}: not run, it needs two GPUs")
     for phase in [found[name] for name in asked.only or PHASES if name in found]:
         with ThreadPoolExecutor(len(phase)) as pool:
             good &= all(pool.map(lambda share: run(share, options, began), phase))
