@@ -15,6 +15,7 @@ from torch import Tensor
 
 _ALIGNED = 2
 """Numbers of 8 bytes that kernels load at a time: they are compiled anew for other addresses."""
+_FILLINGS = [torch.zeros(count, dtype=torch.int64) for count in range(_ALIGNED)]
 _DTYPES = {"i": torch.int32, "q": torch.int64}
 
 
@@ -30,14 +31,15 @@ def upload_all(device: torch.device, *lists: Sequence[int] | Tensor) -> list[Ten
 
     Returns an int64 tensor for each.
     """
-    columns = [_on_host(each) for each in lists]
-    places, end = [], 0
-    for column in columns:
-        places.append(slice(end, end + len(column)))
-        end += -(-len(column) // _ALIGNED) * _ALIGNED
-    packed = torch.zeros(end, dtype=torch.int64, pin_memory=device.type == "cuda")
-    for place, column in zip(places, columns, strict=True):
-        packed[place] = column
+    columns, places, begin = [_FILLINGS[0]], [], 0
+    for each in lists:
+        column = on_host(each)
+        end = begin + column.numel()
+        places.append(slice(begin, end))
+        columns += column, _FILLINGS[-end % _ALIGNED]
+        begin = end + -end % _ALIGNED
+    packed = torch.empty(begin, dtype=torch.int64, pin_memory=device.type == "cuda")
+    torch.cat(columns, out=packed)
     there = packed.to(device, non_blocking=True)
     return [there[place] for place in places]
 
@@ -99,9 +101,13 @@ class Answers:
         return [token for at, count in rows for token in numbers[at : at + count]]
 
 
-def _on_host(numbers: Sequence[int] | Tensor) -> Tensor:
+def on_host(numbers: Sequence[int] | Tensor) -> Tensor:
+    """Whole numbers as a tensor of int64, which may lie where they are."""
     if isinstance(numbers, Tensor):
         return numbers
-    if isinstance(numbers, array) and numbers:  # hundreds of times as fast as number by number
-        return torch.frombuffer(numbers, dtype=_DTYPES[numbers.typecode])
-    return torch.tensor(numbers, dtype=torch.int64)
+    if not isinstance(numbers, array):
+        numbers = array("q", numbers)
+    if not numbers:
+        return _FILLINGS[0]
+    # Hundreds of times as fast as number by number.
+    return torch.frombuffer(numbers, dtype=_DTYPES[numbers.typecode]).to(torch.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import compress, repeat
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor
 from unisono.models.interface import ForwardBatch
 from unisono.ops.attention import AttentionShape
 from unisono.ops.table import Ops
-from unisono.ops.transfer import upload_all
+from unisono.ops.transfer import on_host, upload_all
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.protocol import Phase, Rows, StepPlan, int32s
 from unisono.workers.slot_table import SlotTable
+
+_CHUNK, _DECODE = int(Phase.CHUNK), int(Phase.DECODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,38 +75,31 @@ class BatchBuilder:
 
     def lay_out(self, plan: StepPlan, rows: Rows, num_pending: list[int]) -> StepInputs:
         """The same of what `rows` are known, or said, to be. Waits for nothing."""
-        device = self._slots.token_ids.device
-        slot = torch.tensor(rows.slot, dtype=torch.int64)
-        start = torch.tensor(rows.start, dtype=torch.int64)
-        count = torch.tensor(rows.count, dtype=torch.int64)
-        stop = count.cumsum(0)
-        position = torch.arange(int(count.sum())) + (start - stop + count).repeat_interleave(count)
+        # The last tokens of each row: as many as are sampled behind.
         sizes = [
-            0 if phase == Phase.CHUNK else 1 if phase == Phase.PROMPT else each
+            each if phase == _DECODE else int(phase != _CHUNK)
             for phase, each in zip(rows.phase, rows.count, strict=True)
         ]
-        # The last tokens of each row: as many as are sampled behind.
-        sampled = torch.tensor(sizes, dtype=torch.int64)
-        before = sampled.cumsum(0) - sampled
-        index = torch.arange(sum(sizes)) + (stop - sampled - before).repeat_interleave(sampled)
+        num_tokens, num_sampled = sum(rows.count), sum(sizes)
+        start, count, sampled = (on_host(each) for each in (rows.start, rows.count, sizes))
+        end = count.cumsum(0)
+        slot = on_host(rows.slot).repeat_interleave(count, output_size=num_tokens)
+        position = (start + count - end).repeat_interleave(count, output_size=num_tokens)
+        position += torch.arange(num_tokens)
+        index = (end - sampled.cumsum(0)).repeat_interleave(sampled, output_size=num_sampled)
+        index += torch.arange(num_sampled)
         slots_of, positions, slot_of_row, logits_index, sample_slots, sample_positions = upload_all(
-            device,
-            slot.repeat_interleave(count),
-            position,
-            slot,
-            index,
-            slot.repeat_interleave(sampled),
-            position[index] + 1,
+            self._slots.token_ids.device,
+            *(slot, position, rows.slot, index),
+            *(slot.index_select(0, index), position.index_select(0, index) + 1),
         )
-        if Phase.DECODE in rows.phase:
+        if _DECODE in rows.phase:
             going_on = self._slots.going_on()
             slots_of, slot_of_row = going_on[slots_of], going_on[slot_of_row]
         tokens = self._slots.token_ids[slots_of, positions]
         delta = None
         if self._is_hybrid:
             delta = self._plan_delta(plan, rows, slot_of_row, num_pending)
-        ends = zip(rows.slot, rows.start, rows.count, sizes, strict=True)
-        sampling = [(number, at + each - size + 1, size) for number, at, each, size in ends if size]
         return StepInputs(
             rows=rows,
             batch=self._batch(tokens, slots_of, positions, slot_of_row, rows, delta),
@@ -112,9 +107,13 @@ class BatchBuilder:
             logits_index=logits_index,
             sample_slots=sample_slots,
             sample_positions=sample_positions,
-            row_slots=[number for number, _, _ in sampling],
-            row_positions=[position for _, position, _ in sampling],
-            sizes=[size for _, _, size in sampling],
+            row_slots=[*compress(rows.slot, sizes)],
+            row_positions=[
+                at + each - size + 1
+                for at, each, size in zip(rows.start, rows.count, sizes, strict=True)
+                if size
+            ],
+            sizes=[*filter(None, sizes)],
         )
 
     def one_each(
@@ -160,12 +159,12 @@ class BatchBuilder:
     ) -> ForwardBatch:
         block = self._slots.block_table[slot_of_token, positions // BLOCK_SIZE]
         # Where a block is missing: drafts that have none yet begin at the first place of block 0.
-        place = (positions % BLOCK_SIZE).masked_fill(slot_of_token == 0, BLOCK_SIZE - 1)
+        place = (positions % BLOCK_SIZE).masked_fill_(slot_of_token == 0, BLOCK_SIZE - 1)
         tables = self._slots.block_table[slot_of_row]
         return ForwardBatch(
             token_ids=token_ids,
             positions=positions,
-            slot_mapping=block * BLOCK_SIZE + place,
+            slot_mapping=place.add_(block, alpha=BLOCK_SIZE),
             attention={
                 window: self._ops.plan_attention(
                     self._shape, rows.start, rows.count, tables, window
