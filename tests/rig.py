@@ -54,6 +54,7 @@ from unisono.workers.slot_table import SlotTable
 from unisono.workers.speculator import Speculator
 from unisono.workers.state_pool import StatePool, caches_of
 from unisono.workers.step_buffers import StepBuffers
+from unisono.workers.step_parts import StepParts
 from unisono.workers.tracer import Tracer
 
 T = TypeVar("T")
@@ -383,34 +384,29 @@ class LocalEngine:
             states.allocate(self._scheduling["num_states"])
         most = (self._scheduling["max_requests"], self.max_model_len)
         slots = SlotTable(*most, device, self._num_drafts)
-        shape, windows, is_hybrid = self._shape(group.rank), self._windows(), states is not None
-        kinds = {"is_hybrid": is_hybrid, "speculates": self._num_drafts > 0}
-        builder = BatchBuilder(ops, slots, shape, windows, **kinds)
-        sampler = Sampler(ops, group, self.partition, self._num_token_ids)
         owners = (cache, states, slots) if states is not None else (cache, slots)
         pool = GraphPool(device, group, owners, "" if self._graphs else "eager")
-        decode = speculator = None
+        sampler = Sampler(ops, group, self.partition, self._num_token_ids)
+        owned = (model, cache, states, slots, sampler, pool)
+        shape, windows = self._shape(group.rank), sorted(self._windows())
+        parts = StepParts(ops, *owned, self.graph_buckets, shape, windows)
+        builder = BatchBuilder(parts)
+        decode = speculator = prompts = mixed = None
         if self._num_drafts:
-            speculator = Speculator(model, ops, slots, builder, sampler, self._forced)
+            speculator = Speculator(parts, builder, self._forced)
         if self._graphs:
             sizes = (self._scheduling["max_requests"], self.config.hidden_size, self._dtype)
             buffers = StepBuffers(*sizes, device, self._num_drafts, self._padding_ids)
-            owned = (model, cache, slots, sampler, pool, buffers, self.graph_buckets)
-            where = (shape, windows, states)
             decode = (
-                DraftSteps(*owned, *where, self._forced, speculator)
+                DraftSteps(parts, buffers, self._forced, speculator)
                 if self._num_drafts
-                else DecodeSteps(*owned, *where)
+                else DecodeSteps(parts, buffers)
             )
-        prompts = None
         if self._prompt_graphs:
-            used = (model, cache, slots, pool, self.graph_buckets)
-            prompts = PromptSteps(*used, shape, windows, states, self._padding_ids)
-        mixed = None
+            prompts = PromptSteps(parts, self._padding_ids)
         if isinstance(decode, DraftSteps) and self._prompt_graphs:
-            mixed = MixedSteps(model, cache, slots, builder, windows, decode)
-        owned = (cache, slots, builder, sampler, pool, decode, tracer, states, speculator, prompts)
-        runner = ModelRunner(model, *owned, mixed)
+            mixed = MixedSteps(parts, builder, decode)
+        runner = ModelRunner(parts, builder, decode, tracer, speculator, prompts, mixed)
         rank = Rank(group, ops, model, cache, states, runner, pool, build)
         model.logits = lambda hidden: _kept(rank, model.head(hidden))
         return rank

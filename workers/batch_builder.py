@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress, repeat
 from typing import Any
@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from unisono.models.interface import ForwardBatch
-from unisono.ops.attention import AttentionShape
-from unisono.ops.table import Ops
 from unisono.ops.transfer import on_host, upload_all
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.protocol import Phase, Rows, StepPlan, int32s
-from unisono.workers.slot_table import SlotTable
+from unisono.workers.step_parts import StepParts
 
 _CHUNK, _DECODE = int(Phase.CHUNK), int(Phase.DECODE)
 
@@ -45,25 +43,10 @@ class StepInputs:
 
 
 class BatchBuilder:
-    """Builds steps for one model: `shape` are its local heads, `windows` the ones it uses.
+    """Builds steps of one rank: their rows may hold drafts where its slots may."""
 
-    `is_hybrid`: it has recurrent states. `speculates`: rows may hold drafts.
-    """
-
-    def __init__(
-        self,
-        ops: Ops,
-        slots: SlotTable,
-        shape: AttentionShape,
-        windows: Iterable[int],
-        *,
-        is_hybrid: bool = False,
-        speculates: bool = False,
-    ) -> None:
-        self._ops, self._slots, self._shape = ops, slots, shape
-        self._windows = tuple(sorted(set(windows)))
-        self._is_hybrid = is_hybrid
-        self._speculates = speculates
+    def __init__(self, parts: StepParts) -> None:
+        self._parts, self._slots = parts, parts.slots
 
     def build(self, plan: StepPlan) -> StepInputs:
         """Expand the rows of `plan`, whose changes the slot table has gone through.
@@ -98,7 +81,7 @@ class BatchBuilder:
             slots_of, slot_of_row = going_on[slots_of], going_on[slot_of_row]
         tokens = self._slots.token_ids[slots_of, positions]
         delta = None
-        if self._is_hybrid:
+        if self._parts.states is not None:
             delta = self._plan_delta(plan, rows, slot_of_row, num_pending)
         return StepInputs(
             rows=rows,
@@ -133,7 +116,7 @@ class BatchBuilder:
         Where drafts may be in flight the plan knows no start of a row that decodes. Prompts have no
         drafts behind them, and steps of nothing else ask for nothing.
         """
-        if not self._speculates or Phase.DECODE not in rows.phase:
+        if not self._slots.num_drafts or Phase.DECODE not in rows.phase:
             return rows, []
         table = self._slots
         [slots] = upload_all(table.lengths.device, rows.slot)
@@ -166,10 +149,10 @@ class BatchBuilder:
             positions=positions,
             slot_mapping=place.add_(block, alpha=BLOCK_SIZE),
             attention={
-                window: self._ops.plan_attention(
-                    self._shape, rows.start, rows.count, tables, window
+                window: self._parts.ops.plan_attention(
+                    self._parts.shape, rows.start, rows.count, tables, window
                 )
-                for window in self._windows
+                for window in self._parts.windows
             },
             delta=delta,
         )
@@ -180,13 +163,13 @@ class BatchBuilder:
         row_of = {slot: row for row, slot in enumerate(rows.slot)}
         saves = zip(plan.save_slot, plan.save_length, plan.save_state, strict=True)
         holds_back = [drafts > 0 for drafts in plan.rows.drafts]
-        late = {"num_pending": num_pending, "holds_back": holds_back} if self._speculates else {}
-        return self._ops.plan_delta(
+        late = {"num_pending": num_pending, "holds_back": holds_back}
+        return self._parts.ops.plan_delta(
             rows.start,
             rows.count,
             [self._slots.sampling.of(slot).num_prompt_tokens for slot in rows.slot],
             self._slots.states[slot_of_row],
             [(row_of[slot], length, state) for slot, length, state in saves],
             device=slot_of_row.device,
-            **late,
+            **(late if self._slots.num_drafts else {}),
         )

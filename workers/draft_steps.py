@@ -10,28 +10,23 @@ the slot table knows: the host learns it late.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unisono.models.interface import ForwardBatch, Model
-from unisono.ops.attention import AttentionShape
+from unisono.models.interface import ForwardBatch
 from unisono.ops.reference.draft_plan import Settled
 from unisono.ops.reference.sampling import key_of_id
 from unisono.ops.transfer import upload_all
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.decode_steps import sized
-from unisono.workers.graph_pool import GraphPool
-from unisono.workers.kv_cache import KVCache
 from unisono.workers.protocol import Phase, Rows, SlotSampling, StepPlan
-from unisono.workers.sampler import Sampler
-from unisono.workers.slot_table import SlotTable
 from unisono.workers.speculator import PIECE_PLACES, Speculator, is_forced
-from unisono.workers.state_pool import StatePool, caches_of
 from unisono.workers.step_buffers import StepBuffers
+from unisono.workers.step_parts import StepParts
 
 if TYPE_CHECKING:
     from unisono.ops.kernels.draft_plan import Places
@@ -70,21 +65,12 @@ this rank's rows] of whole rows, the first place of which is the number given.""
 
 
 class DraftSteps:
-    """Runs decode steps of up to `buffers.max_rows` rows, with drafts or without; `buckets` are
-    the heights of graphs."""
+    """Runs decode steps of up to `buffers.max_rows` rows, with drafts or without."""
 
     def __init__(
         self,
-        model: Model,
-        cache: KVCache,
-        slots: SlotTable,
-        sampler: Sampler,
-        graphs: GraphPool,
+        parts: StepParts,
         buffers: StepBuffers,
-        buckets: Sequence[int],
-        shape: AttentionShape,
-        windows: Iterable[int],
-        states: StatePool | None = None,
         forced: float = 0.0,
         speculator: Speculator | None = None,
     ) -> None:
@@ -94,12 +80,9 @@ class DraftSteps:
         from unisono.ops.kernels import attention, delta_plan, draft_plan
 
         self._attention, self._delta_plan, self._kernels = attention, delta_plan, draft_plan
-        self._model, self._cache, self._slots = model, cache, slots
-        self._sampler, self._graphs, self._buffers = sampler, graphs, buffers
-        self._shape, self._windows = shape, tuple(sorted(set(windows)))
-        self._buckets, self._states, self._forced = buckets, states, forced
-        self._speculator = speculator
-        self._table = slots.tensors
+        self._parts, self._slots, self._buffers = parts, parts.slots, buffers
+        self._forced, self._speculator = forced, speculator
+        self._table = self._slots.tensors
 
     def serves(self, rows: Rows) -> bool:
         """Whether every row decodes, and there are not too many."""
@@ -109,7 +92,7 @@ class DraftSteps:
         """Run the model over the newest token of each row and its drafts."""
         rows, (layout, eager) = plan.rows, self._layout(plan)
         self._buffers.give_slots(rows.slot, layout.height, drafts_of(rows))
-        self._graphs.run("forward", layout, lambda: self._forward(layout), eager)
+        self._parts.graphs.run("forward", layout, lambda: self._forward(layout), eager)
 
     def hidden(self, plan: StepPlan) -> Tensor:
         """What `forward` made of the rows' tokens, [T, hidden], in their order."""
@@ -127,7 +110,7 @@ class DraftSteps:
         if rejects:
             self._drafted_from()  # whose memory is no graph's
         key = (*layout, *variant)
-        answers = self._graphs.run("tail", key, lambda: self._tail(layout, variant), eager)
+        answers = self._parts.graphs.run("tail", key, lambda: self._tail(layout, variant), eager)
         return answers[: len(plan.rows)]
 
     def finish_eagerly(
@@ -147,7 +130,7 @@ class DraftSteps:
         layout = Layout(height, len(hidden) // height, self._most_splits(last))
         self._buffers.give_slots(slots, height, drafts)
         places = (hidden, token_ids, positions, show)
-        return self._graphs.run(
+        return self._parts.graphs.run(
             "tail", layout, lambda: self._finish(layout, variant, *places), "prompt tokens"
         )
 
@@ -155,7 +138,7 @@ class DraftSteps:
         """Of a step, and why there is no graph of it, if there is none."""
         # What was in flight when the step was planned may have added so many tokens to a row.
         last = max(plan.rows.start) + MOST_AHEAD * self._buffers.num_drafts
-        height, eager = sized(len(plan.rows), self._buckets)
+        height, eager = sized(len(plan.rows), self._parts.buckets)
         return Layout(height, width_of(plan), self._most_splits(last)), eager
 
     def _most_splits(self, last: int) -> int:
@@ -167,13 +150,12 @@ class DraftSteps:
 
     def _forward(self, layout: Layout) -> None:
         places, batch = self._expanded(layout)
-        if self._states is not None:
+        if self._parts.states is not None:
             records, width = places.delta, layout.width
             delta = self._delta_plan.plan_records(records, places.states, width)
             batch = replace(batch, delta=replace(delta, may_hold=width > 1))
-        caches = caches_of(self._model.config, self._cache, self._states)
         hidden = self._buffers.hidden[: len(batch.token_ids)]
-        hidden.copy_(self._model.forward(batch, caches))
+        hidden.copy_(self._parts.forward(batch))
 
     def _tail(self, layout: Layout, variant: Variant) -> Tensor:
         """[height, 1 + width] int64: of each row how many tokens it answers, and these."""
@@ -182,8 +164,7 @@ class DraftSteps:
         _, batch = self._expanded(layout)
 
         def show(settled: Settled) -> Tensor:
-            layer = self._cache.layers[-1]
-            made = self._model.draft(settled.following, hidden, batch, layer)
+            made = self._parts.draft(settled.following, hidden, batch)
             return made.index_select(0, settled.last)
 
         return self._finish(layout, variant, hidden, batch.token_ids, batch.positions, show)
@@ -209,21 +190,21 @@ class DraftSteps:
         judge = None
         if drawn and rejects and width > 1:
             judge = self._rejection(layout, token_ids, drawn)
-        keys = self._keys(self._model.logits, hidden, drawn, width, judge)
+        keys = self._keys(self._parts.model.logits, hidden, drawn, width, judge)
         if self._forced:
             keys = self._judged(keys, token_ids, positions, layout)
         settled = self._kernels.settle_drafts(keys, slots, drafts, self._table, width)
-        layer, state = self._cache.layers[-1], show(settled)
+        state = show(settled)
         for number in range(num_drafts):
             if draws:
                 recipe = self._slots.sampling.draws(slots, drafting=True)
                 drawn = (*recipe, self._slots.lengths[slots] + number)
             if rejects:
                 self._drafted_from()[:, number].index_copy_(0, slots, state)
-            keys = self._keys(self._model.draft_logits, state, drawn)
+            keys = self._keys(self._parts.model.draft_logits, state, drawn)
             batch = self._drafted(keys, settled.answers, number, num_splits)
             if number + 1 < num_drafts:
-                state = self._model.draft(batch.token_ids, state, batch, layer)
+                state = self._parts.draft(batch.token_ids, state, batch)
         return settled.answers
 
     def _judged(self, keys: Tensor, token_ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
@@ -263,11 +244,18 @@ class DraftSteps:
     ) -> tuple[Places, ForwardBatch]:
         """`places_of` lays a step out for so many partials a row: the same but for those."""
         plans = {}
-        for window in self._windows:
+        for window in self._parts.windows:
             splits = self._attention.splits_of_row(num_splits, window, width)
             places = places_of(splits)
             plans[window] = self._attention.plan_records(
-                *(self._shape, places.attention, self._slots.block_table, splits, window, width)
+                *(
+                    self._parts.shape,
+                    places.attention,
+                    self._slots.block_table,
+                    splits,
+                    window,
+                    width,
+                )
             )
         token_ids = self._buffers.padded(places.token_ids, len(places.token_ids) // width)
         batch = ForwardBatch(token_ids, places.positions, places.slot_mapping, plans)
@@ -291,8 +279,8 @@ class DraftSteps:
                 piece = slice(first, first + PIECE_PLACES)
                 at = rows[piece] * width + numbers[piece]
                 made_from = self._drafted_from()[slots[piece], numbers[piece]]
-                outcome = self._sampler.judge(
-                    *(logits[at], self._model.draft_logits(made_from), drafted[begin + at]),
+                outcome = self._parts.sampler.judge(
+                    *(logits[at], self._parts.model.draft_logits(made_from), drafted[begin + at]),
                     (temperature[piece], seeds[piece], positions[piece]),
                 )
                 keys.index_copy_(0, at, torch.where(is_judged[piece], outcome, keys[at]))
@@ -318,9 +306,9 @@ class DraftSteps:
             part = slice(begin, begin + most)
             logits = logits_of(hidden[part])
             if drawn is None:
-                keys.append(self._sampler.greedy_keys(logits))
+                keys.append(self._parts.sampler.greedy_keys(logits))
             else:
-                keys.append(self._sampler.drawn_keys(logits, *(each[part] for each in drawn)))
+                keys.append(self._parts.sampler.drawn_keys(logits, *(each[part] for each in drawn)))
             if judge is not None:
                 judge(keys[-1], logits, begin)
         return keys[0] if len(keys) == 1 else torch.cat(keys)

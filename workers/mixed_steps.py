@@ -9,42 +9,30 @@ eagerly: the rows that answer are those that decode, and prompts that end, which
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate
 
 from torch import Tensor
 
-from unisono.models.interface import Model
 from unisono.ops.reference.draft_plan import Settled
 from unisono.ops.transfer import upload_all
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.draft_steps import MOST_AHEAD, DraftSteps, Variant, drafts_of, width_of
-from unisono.workers.kv_cache import KVCache
 from unisono.workers.protocol import Phase, Rows, StepPlan
-from unisono.workers.slot_table import SlotTable
+from unisono.workers.step_parts import StepParts
 
 
 class MixedSteps:
     """Lays such steps out and ends them with `drafts`, whose buffers it uses."""
 
-    def __init__(
-        self,
-        model: Model,
-        cache: KVCache,
-        slots: SlotTable,
-        builder: BatchBuilder,
-        windows: Iterable[int],
-        drafts: DraftSteps,
-    ) -> None:
+    def __init__(self, parts: StepParts, builder: BatchBuilder, drafts: DraftSteps) -> None:
         # Triton is loaded where there is a GPU only.
         from unisono.ops.kernels import attention, draft_plan, gaps
 
         self._attention, self._draft_plan, self._gaps = attention, draft_plan, gaps
-        self._model, self._cache, self._slots = model, cache, slots
+        self._parts, self._slots = parts, parts.slots
         self._builder, self._drafts = builder, drafts
-        self._has_windows = any(windows)
 
     def serves(self, plan: StepPlan) -> bool:
         """Whether some rows decode and others do not, and all of them need logits and noise only
@@ -53,7 +41,7 @@ class MixedSteps:
         return (
             Phase.DECODE in plan.rows.phase
             and not plan.rows.decode_only
-            and not self._has_windows
+            and not any(self._parts.windows)
             and kinds.want_only_tokens(slots)
             and all(kinds.of(slot).prompt_logprobs < 0 for slot in slots)
             and not kinds.reject_drafts(plan)
@@ -115,7 +103,7 @@ class MixedSteps:
 
         def show(settled: Settled) -> Tensor:
             following = self._slots.token_ids[inputs.slot_of_token, batch.positions + 1]
-            made = self._model.draft(following, hidden, batch, self._cache.layers[-1])
+            made = self._parts.draft(following, hidden, batch)
             return made.index_select(0, at.index_select(0, settled.last))
 
         return self._drafts.finish_eagerly(

@@ -11,22 +11,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.models.interface import Model
 from unisono.ops.transfer import Answers, upload_all
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
 from unisono.workers.codec import ProtocolError
 from unisono.workers.decode_steps import DecodeSteps
 from unisono.workers.draft_steps import DraftSteps, why_on_host
-from unisono.workers.graph_pool import GraphPool
-from unisono.workers.kv_cache import KVCache
 from unisono.workers.logprobs import prompt_logprobs, token_logprobs
 from unisono.workers.mixed_steps import MixedSteps
 from unisono.workers.prompt_steps import PromptSteps
 from unisono.workers.protocol import Rows, StepPlan, int32s
-from unisono.workers.sampler import Sampler
-from unisono.workers.slot_table import SlotTable
 from unisono.workers.speculator import Accepted, Speculator
-from unisono.workers.state_pool import StatePool, caches_of
+from unisono.workers.step_parts import StepParts
 from unisono.workers.tracer import Tracer
 
 
@@ -56,27 +51,20 @@ class LateOutput(Answers):
 
 
 class ModelRunner:
-    """Runs plans in order. Owns nothing: the buffers belong to `slots` and `cache`."""
+    """Runs plans in order. Owns nothing."""
 
     def __init__(
         self,
-        model: Model,
-        cache: KVCache,
-        slots: SlotTable,
+        parts: StepParts,
         builder: BatchBuilder,
-        sampler: Sampler,
-        graphs: GraphPool,
         decode: DecodeSteps | DraftSteps | None = None,
         tracer: Tracer | None = None,
-        states: StatePool | None = None,
         speculator: Speculator | None = None,
         prompts: PromptSteps | None = None,
         mixed: MixedSteps | None = None,
     ) -> None:
-        self._model, self._cache, self._slots = model, cache, slots
-        self._builder, self._sampler, self._graphs = builder, sampler, graphs
-        self._decode, self._tracer = decode, tracer
-        self._states, self._speculator = states, speculator
+        self._parts, self._builder, self._slots = parts, builder, parts.slots
+        self._decode, self._tracer, self._speculator = decode, tracer, speculator
         self._prompts, self._mixed = (prompts, mixed) if tracer is None else (None, None)
 
     @torch.inference_mode()
@@ -99,7 +87,7 @@ class ModelRunner:
         step = f"step {plan.step}"
         if self._speculator is None and (any(plan.rows.drafts) or plan.num_proposals):
             raise ProtocolError(f"{step} asks for drafts, and the ranks have no layer that drafts")
-        if self._states is None and (plan.open_state or plan.save_state):
+        if self._parts.states is None and (plan.open_state or plan.save_state):
             raise ProtocolError(f"{step} names recurrent states, and the model has none")
 
     def _run_decode(self, decode: DecodeSteps, rows: Rows) -> StepOutput | LateOutput:
@@ -131,10 +119,14 @@ class ModelRunner:
         hidden = None if self._prompts is None else self._prompts.forward(inputs)
         if hidden is None:
             key = (len(inputs.batch.token_ids), len(rows))
-            hidden = self._graphs.run("forward", key, lambda: self._forward(inputs), why)
+            hidden = self._parts.graphs.run(
+                "forward", key, lambda: self._parts.forward(inputs.batch), why
+            )
         if mixed is not None:
             return LateOutput(mixed.tail(plan, inputs, hidden))
-        records = prompt_logprobs(rows, self._slots, hidden, self._model.logits, self._sampler)
+        records = prompt_logprobs(
+            rows, self._slots, hidden, self._parts.model.logits, self._parts.sampler
+        )
         return self._answer(plan, inputs, hidden, records, why)
 
     def _answer(
@@ -154,8 +146,7 @@ class ModelRunner:
         if self._tracer is not None:
             self._tracer.end()
         if self._speculator is not None:
-            drafting = (self._cache.layers[-1], plan.num_proposals, accepted)
-            has_nan = self._speculator.propose(inputs, hidden, *drafting)
+            has_nan = self._speculator.propose(inputs, hidden, plan.num_proposals, accepted)
             if chosen is not None:
                 chosen.answers[:, 0].masked_fill_(has_nan, -1)
         return self._output(chosen, records)
@@ -171,11 +162,11 @@ class ModelRunner:
         sampling = table.sampling.rows(slots_of, inputs.sample_positions, table.token_ids)
 
         def tail() -> tuple[Tensor, Accepted]:
-            logits = self._model.logits(hidden)
-            keys = speculator.judged(inputs, logits, self._sampler.keys(logits, sampling))
+            logits = self._parts.model.logits(hidden)
+            keys = speculator.judged(inputs, logits, self._parts.sampler.keys(logits, sampling))
             return logits, speculator.accept(inputs, keys)
 
-        logits, accepted = self._graphs.run("tail", len(slots_of), tail, why)
+        logits, accepted = self._parts.graphs.run("tail", len(slots_of), tail, why)
         return _Chosen(logits, accepted.answers, inputs.row_slots, inputs.sizes), accepted
 
     def _sample(
@@ -191,11 +182,11 @@ class ModelRunner:
         sampling = table.sampling.rows(row_slots, positions, table.token_ids)
 
         def tail() -> tuple[Tensor, Tensor]:
-            logits = self._model.logits(hidden)
-            keys = self._sampler.keys(logits, sampling)
-            return logits, self._sampler.append(keys, slots, table)
+            logits = self._parts.model.logits(hidden)
+            keys = self._parts.sampler.keys(logits, sampling)
+            return logits, self._parts.sampler.append(keys, slots, table)
 
-        answered = self._graphs.run("tail", len(row_slots), tail, why)
+        answered = self._parts.graphs.run("tail", len(row_slots), tail, why)
         return _Chosen(*answered, row_slots, [1] * len(row_slots))
 
     def _output(self, chosen: _Chosen | None, records: array[int]) -> StepOutput | LateOutput:
@@ -215,21 +206,17 @@ class ModelRunner:
         slots, places = [slot for slot, _ in kept], [place for _, place in kept]
         at, token_ids = upload_all(chosen.logits.device, places, tokens)
         logits = chosen.logits[at]
-        records += token_logprobs(slots, self._slots, logits, token_ids, self._sampler)
-        checksums = self._sampler.checksums(logits, kinds.checksum_rows(slots))
+        records += token_logprobs(slots, self._slots, logits, token_ids, self._parts.sampler)
+        checksums = self._parts.sampler.checksums(logits, kinds.checksum_rows(slots))
         return StepOutput(tokens, records or None, checksums or None, counts)
 
     def _apply_changes(self, plan: StepPlan) -> None:
         if fresh := _fresh_blocks(plan):
-            self._cache.clear(fresh)
+            self._parts.cache.clear(fresh)
         self._slots.change(plan)
         for state, snapshot in zip(plan.open_state, plan.open_restore, strict=True):
-            if self._states is not None and snapshot:
-                self._states.copy(snapshot, state)
-
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        caches = caches_of(self._model.config, self._cache, self._states)
-        return self._model.forward(inputs.batch, caches)
+            if self._parts.states is not None and snapshot:
+                self._parts.states.copy(snapshot, state)
 
 
 class _Chosen(NamedTuple):

@@ -10,20 +10,16 @@ launched. Longer steps, in which the device is the slower one, run eagerly.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unisono.models.interface import ForwardBatch, Model
-from unisono.ops.attention import AttentionShape
+from unisono.models.interface import ForwardBatch
 from unisono.ops.delta import CHUNK
 from unisono.workers.batch_builder import StepInputs
-from unisono.workers.graph_pool import GraphPool
-from unisono.workers.kv_cache import KVCache
-from unisono.workers.slot_table import SlotTable
-from unisono.workers.state_pool import StatePool, caches_of
+from unisono.workers.step_buffers import random_tokens
+from unisono.workers.step_parts import StepParts
 
 if TYPE_CHECKING:
     from unisono.ops.kernels.delta_plan import DeltaPlan, Sizes
@@ -52,44 +48,31 @@ class Layout(NamedTuple):
 
 
 class PromptSteps:
-    """Runs the model on steps of up to HEIGHTS[-1] tokens; `buckets` are the heights of `few`.
+    """Runs the model on steps of up to HEIGHTS[-1] tokens.
 
     `padding_ids`: as in `StepBuffers`.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        cache: KVCache,
-        slots: SlotTable,
-        graphs: GraphPool,
-        buckets: Sequence[int],
-        shape: AttentionShape,
-        windows: Iterable[int],
-        states: StatePool | None = None,
-        padding_ids: int = 0,
-    ) -> None:
+    def __init__(self, parts: StepParts, padding_ids: int = 0) -> None:
         # Triton is loaded where there is a GPU only.
         from unisono.ops.kernels import attention, delta_plan
 
         self._attention, self._delta_plan = attention, delta_plan
-        self._model, self._cache, self._slots, self._graphs = model, cache, slots, graphs
-        self._states = states
-        self._buckets, self._shape = buckets, shape
-        self._windows = tuple(sorted(set(windows)))
-        device, most = slots.token_ids.device, HEIGHTS[-1]
+        self._parts, self._buckets = parts, parts.buckets
+        device, most = parts.slots.token_ids.device, HEIGHTS[-1]
         self._numbers = torch.zeros((3, most), dtype=torch.int64, device=device)
         self._padding = torch.zeros((3, most), dtype=torch.int64, device=device)
-        if padding_ids:
-            seeded = torch.Generator().manual_seed(0)
-            self._padding[0] = torch.randint(padding_ids, (most,), generator=seeded).to(device)
-        if states is not None:
-            sizes = self._sizes(most, PROMPTS[-1], max(buckets, default=0))
+        self._padding[0] = random_tokens(padding_ids, most, device)
+        most_few = max(self._buckets, default=0)
+        if parts.states is not None:
+            sizes = self._sizes(most, PROMPTS[-1], most_few)
             self._delta = delta_plan.PaddedPlans(sizes, device)
-        fields, runs = attention.NUM_FIELDS, attention.most_runs(shape, most)
+        fields, runs = attention.NUM_FIELDS, attention.most_runs(parts.shape, most)
         self._few, self._many = (
-            torch.zeros((len(self._windows), fields * count), dtype=torch.int32, device=device)
-            for count in (max(buckets, default=0), runs)
+            torch.zeros(
+                (len(self._parts.windows), fields * count), dtype=torch.int32, device=device
+            )
+            for count in (most_few, runs)
         )
 
     def layout(self, inputs: StepInputs) -> Layout | None:
@@ -114,7 +97,7 @@ class PromptSteps:
             longest=kernels.FEW if any(count > 1 for _, count in few) else 1,
             # A power of two, so that a request that grows does not want a graph of its own again.
             num_splits=1 << (last // kernels.SPLIT).bit_length(),
-            many=kernels.most_runs(self._shape, height) if len(few) < len(rows) else 0,
+            many=kernels.most_runs(self._parts.shape, height) if len(few) < len(rows) else 0,
             delta=delta,
         )
 
@@ -126,7 +109,7 @@ class PromptSteps:
         if (layout := self.layout(inputs)) is None:
             return None
         self._fill(inputs, layout)
-        hidden = self._graphs.run("forward", layout, lambda: self._forward(layout))
+        hidden = self._parts.graphs.run("forward", layout, lambda: self._forward(layout))
         return hidden[: len(inputs.batch.token_ids)]
 
     def _padded_sizes(self, height: int, plan: DeltaPlan) -> Sizes | None:
@@ -155,7 +138,7 @@ class PromptSteps:
             numbers[:count] = those
         if layout.delta is not None:
             self._delta.fill(layout.delta, batch.delta)
-        for number, window in enumerate(self._windows):
+        for number, window in enumerate(self._parts.windows):
             plan = batch.attention[window]
             for queries, kept, room in (
                 (plan.few, self._few, layout.few),
@@ -174,16 +157,16 @@ class PromptSteps:
         token_ids, positions, slot_mapping = self._numbers[:, : layout.height]
         plans = {
             window: self._attention.plan_padded(
-                self._shape,
-                self._slots.block_table,
+                self._parts.shape,
+                self._parts.slots.block_table,
                 self._attention.view_records(self._few[number], layout.few),
                 self._attention.view_records(self._many[number], layout.many),
                 longest=layout.longest,
                 num_splits=layout.num_splits,
                 window=window,
             )
-            for number, window in enumerate(self._windows)
+            for number, window in enumerate(self._parts.windows)
         }
         delta = None if layout.delta is None else self._delta.view(layout.delta)
         batch = ForwardBatch(token_ids, positions, slot_mapping, plans, delta)
-        return self._model.forward(batch, caches_of(self._model.config, self._cache, self._states))
+        return self._parts.forward(batch)

@@ -15,13 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.models.interface import LayerCache, Model
 from unisono.ops.reference.sampling import key_of_id
-from unisono.ops.table import Ops
 from unisono.ops.transfer import upload_all
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
-from unisono.workers.sampler import Sampler
-from unisono.workers.slot_table import SlotTable
+from unisono.workers.step_parts import StepParts
 
 PIECE_PLACES = 32
 """Drafts that are judged at a time: with 150,000 ids these take 400 MB for a while."""
@@ -52,18 +49,10 @@ class Accepted:
 class Speculator:
     """Judges drafts and makes new ones with the model's own layer for it."""
 
-    def __init__(
-        self,
-        model: Model,
-        ops: Ops,
-        slots: SlotTable,
-        builder: BatchBuilder,
-        sampler: Sampler,
-        forced: float = 0.0,
-    ) -> None:
+    def __init__(self, parts: StepParts, builder: BatchBuilder, forced: float = 0.0) -> None:
         """`forced`: which part of the drafts is taken for right (`is_forced`)."""
-        self._model, self._ops, self._forced = model, ops, forced
-        self._slots, self._builder, self._sampler = slots, builder, sampler
+        self._parts, self._builder, self._forced = parts, builder, forced
+        self._slots, self._sampler = parts.slots, parts.sampler
         self._drafted_from: Tensor | None = None
 
     def drafted_from(self, like: Tensor) -> Tensor:
@@ -103,7 +92,7 @@ class Speculator:
         slots, at, first, drafts = upload_all(keys.device, inputs.row_slots, at, first, sizes - 1)
         spread = keys.new_zeros(len(sizes) * width).index_copy_(0, at, keys)
         table = self._slots.tensors
-        answers, _, last = self._ops.settle_drafts(spread, slots, drafts, table, width)
+        answers, _, last = self._parts.ops.settle_drafts(spread, slots, drafts, table, width)
         order = torch.arange(len(sizes), device=keys.device)
         counts: list[int] = answers[:, 0].tolist()
         return Accepted(answers, last - order * width + first, counts)
@@ -112,7 +101,6 @@ class Speculator:
         self,
         inputs: StepInputs,
         hidden: Tensor,
-        cache: LayerCache,
         num_drafts: int,
         accepted: Accepted | None,
     ) -> Tensor:
@@ -127,7 +115,7 @@ class Speculator:
         """
         slots, batch = self._slots, inputs.batch
         following = slots.token_ids[inputs.slot_of_token, batch.positions + 1]
-        drafting = self._model.draft(following, hidden, batch, cache)
+        drafting = self._parts.draft(following, hidden, batch)
         # The place before each row's newest token, and how long that made the row.
         ends, row_slots, lengths = inputs.logits_index, inputs.sample_slots, inputs.sample_positions
         counts = [1] * len(inputs.row_slots)
@@ -146,7 +134,7 @@ class Speculator:
             )
             if slots.sampling.reject(inputs.row_slots):
                 self.drafted_from(state)[row_slots, number] = state
-            logits = self._model.draft_logits(state)
+            logits = self._parts.model.draft_logits(state)
             token_ids, is_nan = self._sampler.choose(logits, sampling)
             has_nan |= is_nan & goes_on
             before = slots.token_ids[row_slots, positions]
@@ -154,7 +142,7 @@ class Speculator:
             if number + 1 < num_drafts:
                 at = [min(length + number - 1, farthest) for length in known]
                 batch = self._builder.one_each(inputs.row_slots, at, token_ids)
-                state = self._model.draft(token_ids, state, batch, cache)
+                state = self._parts.draft(token_ids, state, batch)
         return has_nan
 
     def _rejection_sampled(self, inputs: StepInputs, logits: Tensor, keys: Tensor) -> Tensor:
@@ -172,7 +160,7 @@ class Speculator:
             rows = table.sampling.rows([slot for _, slot, _ in part], positions, table.token_ids)
             assert rows is not None, "slots that reject draw"
             assert self._drafted_from is not None, "drafts were made"
-            draft_logits = self._model.draft_logits(self._drafted_from[slots, numbers])
+            draft_logits = self._parts.model.draft_logits(self._drafted_from[slots, numbers])
             drafted = table.token_ids[slots, positions]
             drawn = rows.temperature, rows.seeds, rows.positions
             outcome = self._sampler.judge(logits[at], draft_logits, drafted, drawn, rows)

@@ -38,8 +38,7 @@ class StepBuffers:
         self.hidden = torch.zeros(max_rows * (1 + num_drafts), width, dtype=dtype, device=device)
         self._padding: Tensor | None = None
         if padding_ids:
-            seeded, count = torch.Generator().manual_seed(0), max_rows * (1 + num_drafts)
-            self._padding = torch.randint(padding_ids, (count,), generator=seeded).to(device)
+            self._padding = random_tokens(padding_ids, len(self.hidden), device)
         self._held: list[int] = []
 
     def drafts(self, height: int) -> Tensor:
@@ -64,3 +63,9 @@ class StepBuffers:
             return token_ids
         is_padding = (self.slots[:height, None] == 0).expand(height, len(token_ids) // height)
         return torch.where(is_padding.flatten(), self._padding[: len(token_ids)], token_ids)
+
+
+def random_tokens(below: int, count: int, device: torch.device) -> Tensor:
+    """Tokens for padding, the same on every rank; all are token 0 where `below` is 0."""
+    seeded = torch.Generator().manual_seed(0)
+    return torch.randint(max(below, 1), (count,), generator=seeded).to(device)

@@ -60,6 +60,7 @@ from unisono.workers.slot_table import SlotTable
 from unisono.workers.speculator import Speculator
 from unisono.workers.state_pool import StatePool
 from unisono.workers.step_buffers import StepBuffers
+from unisono.workers.step_parts import StepParts
 from unisono.workers.timings import StepsSeen, WatchSteps
 from unisono.workers.tracer import Tracer
 from unisono.workers.weight_memory import check_weights, weight_bytes
@@ -273,7 +274,7 @@ class Worker:
             partition.kv_heads.size(self._rank),
             config.model.head_dim,
         )
-        windows = {config.model.window_of(layer) for layer in range(config.model.num_layers)}
+        windows = sorted(set(map(config.model.window_of, range(config.model.num_layers))))
         sampler = Sampler(ops, self._group, partition, config.num_token_ids)
         on_host = NEED_THE_HOST & {*config.reference_ops}
         is_ours = config.attn == "triton" and not on_host
@@ -282,26 +283,21 @@ class Worker:
         owners = (self._cache, self._states, slots, self._weights)
         owners_there = [owner for owner in owners if owner is not None]
         self._graphs = self.make_pool(self._device, self._group, owners_there, off)
-        kinds = {"is_hybrid": self._states is not None, "speculates": num_drafts > 0}
-        builder = BatchBuilder(ops, slots, shape, windows, **kinds)
-        own = (self._weights, ops, slots, builder, sampler, config.forced_acceptance)
-        speculator = Speculator(*own) if num_drafts else None
+        owned = (self._weights, self._cache, self._states, slots, sampler, self._graphs)
+        parts = StepParts(ops, *owned, config.graph_buckets, shape, windows)
+        builder, forced = BatchBuilder(parts), config.forced_acceptance
+        speculator = Speculator(parts, builder, forced) if num_drafts else None
         decode: DecodeSteps | DraftSteps | None = None
         prompts = mixed = None
         if self._device.type == "cuda" and is_ours:
             rows, ids = config.max_requests, config.model.vocab_size * config.random_padding
             sizes = (rows, config.model.hidden_size, self._dtype, self._device, num_drafts, ids)
             buffers = StepBuffers(*sizes)
-            owned = (self._cache, slots, sampler, self._graphs, buffers, config.graph_buckets)
-            where = (shape, windows, self._states)
             if num_drafts:
-                how = (config.forced_acceptance, speculator)
-                decode = drafts = DraftSteps(self._weights, *owned, *where, *how)
-                mixed = MixedSteps(self._weights, self._cache, slots, builder, windows, drafts)
+                decode = drafts = DraftSteps(parts, buffers, forced, speculator)
+                mixed = MixedSteps(parts, builder, drafts)
             else:
-                decode = DecodeSteps(self._weights, *owned, *where)
+                decode = DecodeSteps(parts, buffers)
             if not off:
-                used = (self._weights, self._cache, slots, self._graphs, config.graph_buckets)
-                prompts = PromptSteps(*used, *where, ids)
-        parts = (self._weights, self._cache, slots, builder, sampler, self._graphs)
-        return ModelRunner(*parts, decode, self._tracer, self._states, speculator, prompts, mixed)
+                prompts = PromptSteps(parts, ids)
+        return ModelRunner(parts, builder, decode, self._tracer, speculator, prompts, mixed)

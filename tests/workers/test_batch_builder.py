@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.waiting import NumbersOfTheHost
+from tests.workers.few_parts import few_parts
 from unisono.ops import dispatch
 from unisono.ops.attention import AttentionShape
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
@@ -30,6 +31,11 @@ def table_of(lengths: list[int], num_drafts: int) -> SlotTable:
     table.lengths.copy_(torch.tensor(lengths))
     table.num_pending.fill_(1)
     return table
+
+
+def builder_of(table: SlotTable, windows: tuple[int, ...]) -> BatchBuilder:
+    ops, shape = dispatch.resolve(CPU, 8), AttentionShape(4, 2, 8)
+    return BatchBuilder(few_parts(ops=ops, slots=table, shape=shape, windows=windows))
 
 
 @st.composite
@@ -67,10 +73,10 @@ def steps(draw: st.DrawFn) -> tuple[Rows, list[int], bool]:
 def built(
     rows: Rows, lengths: list[int], speculates: bool, ended: Collection[int] = ()
 ) -> tuple[StepInputs, SlotTable]:
-    ops, table = dispatch.resolve(CPU, 8), table_of(lengths, MOST_DRAFTS * speculates)
+    table = table_of(lengths, MOST_DRAFTS * speculates)
     for slot in ended:
         table.limits[slot] = lengths[slot]
-    builder = BatchBuilder(ops, table, AttentionShape(4, 2, 8), {0, 70}, speculates=speculates)
+    builder = builder_of(table, (0, 70))
     with NumbersOfTheHost() as mode:
         inputs = builder.build(StepPlan(step=1, rows=rows))
     assert not mode.copied
@@ -138,7 +144,7 @@ def test_only_rows_behind_drafts_ask_the_device(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_step_of_one_token_each() -> None:
     table = table_of([1] * 8, 0)
-    builder = BatchBuilder(dispatch.resolve(CPU, 8), table, AttentionShape(4, 2, 8), {0})
+    builder = builder_of(table, (0,))
     dice = random.Random(0)
     slots, positions = [3, 1, 6], [dice.randrange(LONGEST) for _ in range(3)]
     table.block_table[0] = 0

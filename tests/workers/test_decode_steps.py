@@ -17,6 +17,7 @@ from tests.launcher.fakes import tiny_model
 from tests.rig import LocalEngine
 from tests.tiny import random_ids, write_checkpoint
 from tests.workers.fake_graphs import Card, fake_card
+from tests.workers.few_parts import few_parts
 from unisono.launcher.graph_options import buckets_up_to
 from unisono.models.interface import Caches, ForwardBatch
 from unisono.ops.comm import solo_group
@@ -49,8 +50,7 @@ class Steps(DecodeSteps):
             hidden=torch.zeros(MOST, 1),
             give_slots=lambda slots, height: self.given.append((list(slots), height)),
         )
-        nothing: Any = None
-        super().__init__(*(nothing, nothing, nothing, nothing, pool, buffers, buckets, nothing, ()))
+        super().__init__(few_parts(graphs=pool, buckets=buckets), buffers)
         self.given: list[tuple[list[int], int]] = []
         self.ran: Counter[tuple[int, ...]] = Counter()
         self._card = card
@@ -161,9 +161,8 @@ class Drafting(DraftSteps):
         buffers: Any = SimpleNamespace(
             max_rows=MOST, num_drafts=drafts, give_slots=lambda *given: None, take_result=len
         )
-        slots: Any = SimpleNamespace(tensors=None)
-        nothing: Any = None
-        super().__init__(*(nothing, nothing, slots, nothing, pool, buffers, buckets, nothing, ()))
+        slots = SimpleNamespace(tensors=None)
+        super().__init__(few_parts(slots=slots, graphs=pool, buckets=buckets), buffers)
         self.ran: Counter[tuple[str, int]] = Counter()
         self._card = card
 

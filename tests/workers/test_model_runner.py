@@ -11,6 +11,7 @@ import torch
 from tests.closeness import assert_same_bits
 from tests.rig import LocalEngine
 from tests.tiny import random_ids, write_checkpoint
+from tests.workers.few_parts import few_parts
 from unisono.ops import transfer
 from unisono.ops.transfer import Result
 from unisono.runtime.protocol import SamplingParams
@@ -42,8 +43,7 @@ ROWS = Rows(slot=int32s([1]), start=int32s([5]), count=int32s([1]), phase=int32s
     ],
 )
 def test_drafts_and_states_are_refused(plan: StepPlan, what: str) -> None:
-    nothing = cast(Any, None)
-    runner = ModelRunner(nothing, nothing, nothing, nothing, nothing, nothing)
+    runner = ModelRunner(few_parts(), cast(Any, None))
     with pytest.raises(ProtocolError, match=f"step 3 .*{what}"):
         runner.step(plan)
 

@@ -131,7 +131,7 @@ def test_there_is_room_for_every_step(steps: Any, rows: list[tuple[int, int]]) -
     assert all(each <= layout.longest for _, each in few)
     assert all((at + each - 1) // attention.SPLIT < layout.num_splits for at, each in few)
     table = torch.zeros(len(rows), 200, dtype=torch.int64)
-    plan = attention.plan_attention(steps._shape, start, count, table)
+    plan = attention.plan_attention(steps._parts.shape, start, count, table)
     runs = 0 if plan.many is None else plan.many.records.shape[1]
     assert (runs > 0) == (layout.many > 0)
     assert runs <= layout.many
