@@ -115,20 +115,20 @@ class DraftSteps:
 
     def finish_eagerly(
         self,
+        plan: StepPlan,
         slots: Sequence[int],
-        drafts: Sequence[int],
-        variant: Variant,
         last: int,
         hidden: Tensor,
         token_ids: Tensor,
         positions: Tensor,
         show: Callable[[Settled], Tensor],
     ) -> Tensor:
-        """The tail of a step that was laid out otherwise: rows of `slots` with so many `drafts`, no
-        token of them behind position `last`. The rest as `_finish` has it."""
-        height = len(slots)
-        layout = Layout(height, len(hidden) // height, self._most_splits(last))
-        self._buffers.give_slots(slots, height, drafts)
+        """The tail of a step that was laid out otherwise: the rows that answer are of `slots`, no
+        token of them is behind position `last`, and no draft may be rejected. The rest as `_finish`
+        has it."""
+        layout = Layout(len(slots), width_of(plan), self._most_splits(last))
+        variant = Variant(plan.num_proposals, self._slots.sampling.draw(slots), False)
+        self._buffers.give_slots(slots, layout.height, drafts_answering(plan.rows))
         places = (hidden, token_ids, positions, show)
         return self._parts.graphs.run(
             "tail", layout, lambda: self._finish(layout, variant, *places), "prompt tokens"
@@ -322,9 +322,7 @@ def width_of(plan: StepPlan) -> int:
 
 def used_places(plan: StepPlan) -> list[int]:
     """Which of the places of the rows of `plan` that answer have a token, row by row."""
-    rows, width = plan.rows, width_of(plan)
-    phases = zip(drafts_of(rows), rows.phase, strict=True)
-    drafts = enumerate(each for each, phase in phases if phase != Phase.CHUNK)
+    drafts, width = enumerate(drafts_answering(plan.rows)), width_of(plan)
     return [row * width + place for row, each in drafts for place in range(1 + each)]
 
 
@@ -340,3 +338,9 @@ def why_on_host(kinds: Sequence[SlotSampling]) -> str:
 def drafts_of(rows: Rows) -> Sequence[int]:
     """How many drafts each row has."""
     return rows.drafts or [0] * len(rows)
+
+
+def drafts_answering(rows: Rows) -> list[int]:
+    """The same of those rows that answer."""
+    phases = zip(drafts_of(rows), rows.phase, strict=True)
+    return [each for each, phase in phases if phase != Phase.CHUNK]

@@ -18,7 +18,7 @@ from unisono.ops.reference.draft_plan import Settled
 from unisono.ops.transfer import upload_all
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
 from unisono.workers.config import BLOCK_SIZE
-from unisono.workers.draft_steps import MOST_AHEAD, DraftSteps, Variant, drafts_of, width_of
+from unisono.workers.draft_steps import MOST_AHEAD, DraftSteps, drafts_of, width_of
 from unisono.workers.protocol import Phase, Rows, StepPlan
 from unisono.workers.step_parts import StepParts
 
@@ -91,15 +91,11 @@ class MixedSteps:
         is behind a wrong draft, and draft for the next step; return the answers [rows, 1 + width]
         of the rows that have any."""
         rows, width, batch = inputs.rows, width_of(plan), inputs.batch
-        ends, index, slots, drafts = [*accumulate(rows.count)], [], [], []
-        each = zip(rows.phase, rows.slot, rows.count, ends, drafts_of(plan.rows), strict=True)
-        for phase, slot, count, end, num_drafts in each:
-            if phase != Phase.CHUNK:
-                first, most = (end - count, count) if phase == Phase.DECODE else (end - 1, 1)
-                index += [first + min(place, most - 1) for place in range(width)]
-                slots.append(slot)
-                drafts.append(num_drafts)
-        [at] = upload_all(hidden.device, index)
+        # Each row has all its places here: those that it has not are its last one again.
+        begins = zip(accumulate(inputs.sizes, initial=0), inputs.sizes, strict=False)
+        index = [at + min(place, size - 1) for at, size in begins for place in range(width)]
+        [spread] = upload_all(hidden.device, index)
+        at = inputs.logits_index.index_select(0, spread)
 
         def show(settled: Settled) -> Tensor:
             following = self._slots.token_ids[inputs.slot_of_token, batch.positions + 1]
@@ -107,9 +103,8 @@ class MixedSteps:
             return made.index_select(0, at.index_select(0, settled.last))
 
         return self._drafts.finish_eagerly(
-            slots,
-            drafts,
-            Variant(plan.num_proposals, self._slots.sampling.draw(slots), False),
+            plan,
+            inputs.row_slots,
             max(map(sum, zip(rows.start, rows.count, strict=True))),
             hidden.index_select(0, at),
             batch.token_ids.index_select(0, at),
