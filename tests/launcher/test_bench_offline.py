@@ -7,17 +7,22 @@ import json
 import pytest
 
 from tests.end_to_end import command
+from tests.launcher.test_bench_step import MACHINE
 from tests.launcher.test_bench_step import bench as bench
+from unisono.launcher import resolve
 from unisono.launcher.bench.engine import Got
 from unisono.launcher.bench.offline import (
+    _floor,
     closing_line,
     grid_job,
     line_of,
+    make_plan,
     summary,
     titles,
     workload,
 )
 from unisono.launcher.bench.report import WIDTH
+from unisono.launcher.resolve import HostFacts
 
 
 def test_the_workload_is_the_published_one():
@@ -73,6 +78,25 @@ def test_a_line_tells_of_the_run_in_the_middle():
     assert drafted == closing_line(found) + ", 1.91 tokens a row and step"
     assert len(line_of(found)) <= WIDTH
     assert len(titles()) - len("digest") == len(line_of(found)) - 16
+
+
+def test_narrow_states_lower_the_floor(monkeypatch):
+    """Two answers of 5 tokens read and write the states of tiny-mtp four times each."""
+    monkeypatch.setattr(
+        resolve, "host_facts", lambda environ: HostFacts(num_gpus=1, torch_has_cuda=True)
+    )
+    absent = dict.fromkeys(("requests", "least", "most", "temperature", "warm_up"))
+    floors = {}
+    for dtype in ("float32", "bfloat16"):
+        values = {**absent, "grid": "2x8x5", "repeats": 1, "seed": 0, "state_dtype": dtype}
+        plan = make_plan(model="tiny-mtp", device="cuda", dtype="bfloat16", **values)
+        floors[dtype] = _floor(plan, plan.jobs[0], MACHINE)
+    config = plan.prepared.worker.model
+    delta = config.delta
+    numbers = delta.num_value_heads * delta.value_head_dim * delta.key_head_dim
+    narrower = 2 * 4 * 2 * sum(config.delta_layers) * numbers * 2
+    saved_s = floors["float32"] - floors["bfloat16"]
+    assert saved_s * MACHINE.bytes_per_s == pytest.approx(narrower)
 
 
 @pytest.mark.parametrize(

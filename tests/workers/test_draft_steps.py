@@ -375,6 +375,28 @@ def test_a_nan_in_what_drafts_were_made_from_is_reported(
             engine.generate(prompts((1, 9)), max_tokens=9, before_step=spoil, params=params)
 
 
+def test_what_drafts_were_made_from_before_a_sleep_is_never_judged(erring: Path) -> None:
+    """It stays where it is, for graphs; whoever runs afterwards has drafted anew."""
+    params = [SamplingParams(temperature=0.9, seed=seed) for seed in (1, 2, 3)]
+    asked = {"prompts": prompts((1, 9, 63)), "max_tokens": 9, "params": params}
+    for graphs in (False, True):
+        options = {"graphs": graphs, "num_drafts": 2, "accept": "rejection"}
+        engine = LocalEngine(erring, ops_of=with_device_plans, **options)
+        [rank] = engine.ranks
+        before, judged = engine.generate(**asked), engine.drafted
+        made = rank.runner._speculator.drafted_from(torch.empty(1, 1))
+        engine.sleep()
+        with torch.inference_mode():
+            made.fill_(float("nan"))
+        engine.wake()
+        engine.reload()
+        after = engine.generate(**asked)
+        assert [each.token_ids for each in after] == [each.token_ids for each in before]
+        assert rank.runner._speculator.drafted_from(torch.empty(1, 1)) is made
+        assert engine.drafted == judged
+        assert sum(map(sum, judged)) > 0
+
+
 def _count_as_replays(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the pool run what it would replay, under that name, and keep reasons of the others."""
     pool = both.bodies.ranks[0].pool
