@@ -111,3 +111,10 @@ def on_host(numbers: Sequence[int] | Tensor) -> Tensor:
         return _FILLINGS[0]
     # Hundreds of times as fast as number by number.
     return torch.frombuffer(numbers, dtype=_DTYPES[numbers.typecode]).to(torch.int64)
+
+
+def runs(firsts: Tensor, counts: Tensor, total: int) -> Tensor:
+    """On the host, one after the other: of each run counts[i] numbers that begin with firsts[i];
+    `total` of them."""
+    shifts = firsts + counts - counts.cumsum(0)
+    return shifts.repeat_interleave(counts, output_size=total).add_(torch.arange(total))

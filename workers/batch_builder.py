@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unisono.models.interface import ForwardBatch
-from unisono.ops.transfer import on_host, upload_all
+from unisono.ops.transfer import on_host, runs, upload_all
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.protocol import Phase, Rows, StepPlan, int32s
 from unisono.workers.step_parts import StepParts
@@ -36,8 +36,6 @@ class StepInputs:
     """[S] its position in the request."""
     row_slots: list[int]
     """The sampling rows' slots, R."""
-    row_positions: list[int]
-    """The position of the first token that each of them receives."""
     sizes: list[int]
     """How many of the S each of them has: 1, and one for each draft."""
 
@@ -63,14 +61,10 @@ class BatchBuilder:
             each if phase == _DECODE else int(phase != _CHUNK)
             for phase, each in zip(rows.phase, rows.count, strict=True)
         ]
-        num_tokens, num_sampled = sum(rows.count), sum(sizes)
-        start, count, sampled = (on_host(each) for each in (rows.start, rows.count, sizes))
-        end = count.cumsum(0)
-        slot = on_host(rows.slot).repeat_interleave(count, output_size=num_tokens)
-        position = (start + count - end).repeat_interleave(count, output_size=num_tokens)
-        position += torch.arange(num_tokens)
-        index = (end - sampled.cumsum(0)).repeat_interleave(sampled, output_size=num_sampled)
-        index += torch.arange(num_sampled)
+        count, sampled, total = on_host(rows.count), on_host(sizes), sum(rows.count)
+        slot = on_host(rows.slot).repeat_interleave(count, output_size=total)
+        position = runs(on_host(rows.start), count, total)
+        index = runs(count.cumsum(0) - sampled, sampled, sum(sizes))
         slots_of, positions, slot_of_row, logits_index, sample_slots, sample_positions = upload_all(
             self._slots.token_ids.device,
             *(slot, position, rows.slot, index),
@@ -91,11 +85,6 @@ class BatchBuilder:
             sample_slots=sample_slots,
             sample_positions=sample_positions,
             row_slots=[*compress(rows.slot, sizes)],
-            row_positions=[
-                at + each - size + 1
-                for at, each, size in zip(rows.start, rows.count, sizes, strict=True)
-                if size
-            ],
             sizes=[*filter(None, sizes)],
         )
 

@@ -112,21 +112,17 @@ class ModelRunner:
         """A step that the host lays out."""
         mixed = self._mixed if self._mixed is not None and self._mixed.serves(plan) else None
         inputs = self._builder.build(plan) if mixed is None else mixed.lay_out(plan)
-        rows = inputs.rows
+        parts, rows = self._parts, inputs.rows
         if self._tracer is not None:
             self._tracer.begin(rows, self._slots)
         why = "laid out by the host" if rows.decode_only else "prompt tokens"
         hidden = None if self._prompts is None else self._prompts.forward(inputs)
         if hidden is None:
             key = (len(inputs.batch.token_ids), len(rows))
-            hidden = self._parts.graphs.run(
-                "forward", key, lambda: self._parts.forward(inputs.batch), why
-            )
+            hidden = parts.graphs.run("forward", key, lambda: parts.forward(inputs.batch), why)
         if mixed is not None:
             return LateOutput(mixed.tail(plan, inputs, hidden))
-        records = prompt_logprobs(
-            rows, self._slots, hidden, self._parts.model.logits, self._parts.sampler
-        )
+        records = prompt_logprobs(rows, parts.slots, hidden, parts.model.logits, parts.sampler)
         return self._answer(plan, inputs, hidden, records, why)
 
     def _answer(
@@ -170,12 +166,7 @@ class ModelRunner:
         return _Chosen(logits, accepted.answers, inputs.row_slots, inputs.sizes), accepted
 
     def _sample(
-        self,
-        hidden: Tensor,
-        row_slots: Sequence[int],
-        slots: Tensor,
-        positions: Tensor,
-        why: str,
+        self, hidden: Tensor, row_slots: Sequence[int], slots: Tensor, positions: Tensor, why: str
     ) -> _Chosen:
         """Give each of `row_slots` its token; hidden [S, width], slots and positions [S]."""
         table = self._slots

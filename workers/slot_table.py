@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unisono.ops.reference.draft_plan import Table
-from unisono.ops.transfer import upload_all
+from unisono.ops.transfer import on_host, runs, upload_all
 from unisono.workers.config import BLOCK_SIZE
 from unisono.workers.protocol import NUM_STOP_IDS, SlotSampling, StepPlan, unpack_sampling
 from unisono.workers.sampling_state import SamplingState
@@ -56,6 +56,7 @@ class SlotTable:
         self.sampling.open(plan.open_slot, recipes)
         for slot in plan.open_slot:
             self._num_blocks[slot] = 0
+        first = on_host(plan.open_slot) * self.token_ids.shape[1]
         opened, lengths, limits, stop_ids, states, at, tokens, block_at, blocks = upload_all(
             self.token_ids.device,
             plan.open_slot,
@@ -63,7 +64,7 @@ class SlotTable:
             [recipe.max_length for recipe in recipes],
             [token_id for recipe in recipes for token_id in recipe.known_stop_ids],
             plan.open_state,
-            self._token_places(plan.open_slot, plan.open_length),
+            runs(first, on_host(plan.open_length), len(plan.open_tokens)),
             plan.open_tokens,
             self._block_places(plan.block_slot),
             plan.block_id,
@@ -80,13 +81,6 @@ class SlotTable:
     def going_on(self) -> Tensor:
         """[slots] int64: each slot itself, or slot 0 where its answer has ended."""
         return self._itself.masked_fill(self.lengths >= self.limits, 0)
-
-    def _token_places(self, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """Where in `token_ids`, flattened, the tokens of these slots lie: lengths[i] of each."""
-        count = torch.tensor(lengths, dtype=torch.int64)
-        begin = torch.tensor(slots, dtype=torch.int64) * self.token_ids.shape[1]
-        before = count.cumsum(0) - count
-        return torch.arange(int(count.sum())) + (begin - before).repeat_interleave(count)
 
     def _block_places(self, slots: Sequence[int]) -> list[int]:
         """Where in `block_table`, flattened, the next block of each of these goes."""

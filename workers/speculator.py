@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from unisono.ops.reference.sampling import key_of_id
-from unisono.ops.transfer import upload_all
+from unisono.ops.transfer import runs, upload_all
 from unisono.workers.batch_builder import BatchBuilder, StepInputs
+from unisono.workers.protocol import Phase
 from unisono.workers.step_parts import StepParts
 
 PIECE_PLACES = 32
@@ -87,8 +88,7 @@ class Speculator:
         """
         sizes = torch.tensor(inputs.sizes)
         width, first = max(inputs.sizes), sizes.cumsum(0) - sizes
-        before = (torch.arange(len(sizes)) * width - first).repeat_interleave(sizes)
-        at = torch.arange(len(keys)) + before
+        at = runs(torch.arange(len(sizes)) * width, sizes, len(keys))
         slots, at, first, drafts = upload_all(keys.device, inputs.row_slots, at, first, sizes - 1)
         spread = keys.new_zeros(len(sizes) * width).index_copy_(0, at, keys)
         table = self._slots.tensors
@@ -124,7 +124,9 @@ class Speculator:
             counts = [max(count, 1) for count in accepted.counts]
         lengths = lengths + 1
         goes_on = slots.going_on()[row_slots] > 0
-        known = [at + count for at, count in zip(inputs.row_positions, counts, strict=True)]
+        rows = zip(inputs.rows.start, inputs.rows.count, inputs.rows.phase, strict=True)
+        behind = [start + count + 1 for start, count, phase in rows if phase != Phase.CHUNK]
+        known = [at - size + n for at, size, n in zip(behind, inputs.sizes, counts, strict=True)]
         has_nan = torch.zeros_like(lengths, dtype=torch.bool)
         state, farthest = drafting[ends], slots.max_model_len - 1
         for number in range(num_drafts if counts else 0):

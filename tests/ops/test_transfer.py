@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.waiting import waits_are_errors
-from unisono.ops.transfer import Answers, Result, upload, upload_all
+from unisono.ops.transfer import Answers, Result, runs, upload, upload_all
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 INT32S = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9)
@@ -44,6 +44,13 @@ def test_what_was_sent_may_change_afterwards() -> None:
     sent = upload_all(CPU, numbers, tensor)
     numbers[0], tensor[0] = 7, 7
     assert [each.tolist() for each in sent] == [[1, 2, 3], [4, 5]]
+
+
+@given(st.lists(st.tuples(st.integers(-9, 9), st.integers(0, 5)), max_size=6))
+def test_runs_follow_each_other(each: list[tuple[int, int]]) -> None:
+    firsts, counts = (torch.tensor([*column]) for column in zip(*[(0, 0), *each], strict=True))
+    want = [number for first, count in each for number in range(first, first + count)]
+    assert runs(firsts, counts, len(want)).tolist() == want
 
 
 def test_a_result_is_what_the_numbers_were() -> None:
