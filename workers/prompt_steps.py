@@ -36,7 +36,7 @@ class Layout(NamedTuple):
     height: int
     """Tokens."""
     few: int
-    """Rows that the decode kernel takes; 0: no row has so few queries."""
+    """Rows that the decode kernel takes, one of the buckets; 0: no row has so few queries."""
     longest: int
     """Most queries of these."""
     num_splits: int
@@ -69,9 +69,7 @@ class PromptSteps:
             self._delta = delta_plan.PaddedPlans(sizes, device)
         fields, runs = attention.NUM_FIELDS, attention.most_runs(parts.shape, most)
         self._few, self._many = (
-            torch.zeros(
-                (len(self._parts.windows), fields * count), dtype=torch.int32, device=device
-            )
+            torch.zeros((len(parts.windows), fields * count), dtype=torch.int32, device=device)
             for count in (most_few, runs)
         )
 
