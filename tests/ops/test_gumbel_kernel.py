@@ -124,7 +124,7 @@ def test_noise_in_fp32_is_as_near_as_the_kernel_takes_it_to_be(upper: bool) -> N
     assert off < gumbel._ROUGH.value / 8, off
 
 
-@pytest.mark.parametrize("shard", [1, 1003, 2600, 60_000])
+@pytest.mark.parametrize("shard", [1, 1003, 2600, 20_000])
 def test_fused_keys_are_those_of_the_noisy_logits(shard: int) -> None:
     logits, keys = torch.randn(9, shard).to(kernel_rig.DEVICE), requests(9)
     logits[3, shard // 2], logits[4, 0] = math.nan, -math.inf
