@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from unisono.ops.attention import PAGE, AttentionShape
 from unisono.ops.kernels import attention
@@ -30,7 +30,7 @@ from unisono.ops.kernels.attention import (
     plan_records,
 )
 from unisono.ops.kernels.attention_launch import Launch
-from unisono.ops.timing import read_bytes_per_s
+from unisono.ops.timing import read_bytes_per_s, seconds_per_call, timing_stream
 
 SHAPES = {
     "qwen3-8b": AttentionShape(32, 8, 128),
@@ -82,19 +82,23 @@ def main() -> int:
     options.add_argument("--shape", choices=SHAPES, action="append")
     asked = options.parse_args()
     deadline = time.monotonic() + asked.seconds
+    with timing_stream(torch.device(DEVICE)):
+        entries = list(measured(asked.shape or [*SHAPES], deadline))
+    asked.result.write_text(json.dumps(entries))
+    return 1 if any(entry["unequal"] for entry in entries) else 0
+
+
+def measured(names: list[str], deadline: float) -> Iterator[dict[str, Any]]:
+    """Time and print the mixes of these shapes until the deadline."""
     bytes_per_s = read_bytes_per_s(torch.randn(1 << 30, device=DEVICE))
-    entries, unequal = [], 0
-    for name in asked.shape or SHAPES:
+    for name in names:
         for mix in mixes(name, SHAPES[name]):
             if time.monotonic() > deadline:
                 print(f"out of time before {mix.name}")
-                break
+                return
             entry = measure(mix, bytes_per_s)
-            unequal += len(entry["unequal"])
-            entries.append(entry)
             print(_line(entry), flush=True)
-    asked.result.write_text(json.dumps(entries))
-    return 1 if unequal else 0
+            yield entry
 
 
 def mixes(name: str, shape: AttentionShape) -> Iterator[Mix]:
@@ -152,8 +156,8 @@ def measure(mix: Mix, bytes_per_s: float) -> dict[str, Any]:
             if not torch.equal(mix.run(), want):
                 unequal.append(str(launch))
             times[str(tuple(launch))] = time_us(mix.run)
-        except RuntimeError as error:  # It does not fit.
-            print(f"{mix.name}, {launch}: {str(error).splitlines()[0][:80]}")
+        except OutOfResources as error:
+            print(f"{mix.name}, {launch}: {error}")
         finally:
             setattr(attention, which, serving)
     return {
@@ -166,24 +170,8 @@ def measure(mix: Mix, bytes_per_s: float) -> dict[str, Any]:
     }
 
 
-def time_us(call: Callable[[], object], calls: int = 8) -> float:
-    """Microseconds of a call, from a graph."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    graph.replay()
-    seconds = []
-    for _ in range(5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(seconds)
+def time_us(call: Callable[[], object]) -> float:
+    return seconds_per_call([call], torch.device(DEVICE)) * 1e6
 
 
 def _cache(shape: AttentionShape, lengths: list[int]) -> tuple[Tensor, tuple[Tensor, Tensor]]:

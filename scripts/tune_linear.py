@@ -15,12 +15,12 @@ import json
 import math
 import multiprocessing
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from unisono.ops.kernels.linear import forbid_split_k, library_product, ordered_product
 from unisono.ops.kernels.linear_tiles import BORDER, HEIGHTS, Tile, candidates, height_of
-from unisono.ops.timing import read_bytes_per_s
+from unisono.ops.timing import read_bytes_per_s, seconds_per_call
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 63)
 ROWS_OF_ALL_TILES = (1, 16, 32, 63)
@@ -268,24 +268,9 @@ def time_default(shape: Shape, rows: int, buffer: Tensor) -> float:
 
 
 def time_us(launch: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
-    """Microseconds of one launch, in a graph of launches over all of `weights`."""
-    launch(weights[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin()
-    for weight in weights:
-        launch(weight)
-    graph.capture_end()
-    graph.replay()
-    seconds = []
-    for _ in range(5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) * 1e3 / len(weights))
-    return statistics.median(seconds)
+    """Microseconds of one launch, over all of `weights` in turn."""
+    calls = [partial(launch, weight) for weight in weights]
+    return seconds_per_call(calls, weights[0].device) * 1e6
 
 
 def _row(losses: list[dict[Tile, list[float]]], most_outputs: str) -> tuple[float, str]:

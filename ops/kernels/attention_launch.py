@@ -71,10 +71,6 @@ def prefill_launch(shape: AttentionShape, dtype: torch.dtype, programs: int) -> 
     return launch._replace(height=max(launch.height, power_of_two(shape.group)))
 
 
-def _precision(dtype: torch.dtype) -> str:
-    return "ieee" if dtype == torch.float32 else "tf32"
-
-
 @functools.cache
 def decode_of(
     shape: AttentionShape,
@@ -86,13 +82,9 @@ def decode_of(
 ) -> Any:
     return bound(
         decode_kernel,
-        BLOCK_M=launch.height,
-        ALIBI=alibi,
         TAKES=launch.takes,
-        PRECISION=_precision(dtype),
-        STAGES=launch.stages,
-        num_warps=launch.warps,
         maxnreg=launch.registers,
+        **_attending(launch, alibi, dtype),
         **_common(shape, window, launch, device),
     )
 
@@ -121,13 +113,20 @@ def prefill_of(
 ) -> Any:
     return bound(
         prefill_kernel,
-        BLOCK_M=launch.height,
-        ALIBI=alibi,
-        PRECISION=_precision(dtype),
-        STAGES=launch.stages,
-        num_warps=launch.warps,
+        **_attending(launch, alibi, dtype),
         **_common(shape, window, launch, device),
     )
+
+
+def _attending(launch: Launch, alibi: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """Options of the kernels that read keys."""
+    return {
+        "BLOCK_M": launch.height,
+        "ALIBI": alibi,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "STAGES": launch.stages,
+        "num_warps": launch.warps,
+    }
 
 
 def _common(

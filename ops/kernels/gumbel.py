@@ -209,12 +209,12 @@ def _rougher_noise(upper: tl.tensor, IS_CUDA: tl.constexpr) -> tl.tensor:
 def _noise_between(u: tl.tensor, w: tl.tensor, IS_CUDA: tl.constexpr) -> tl.tensor:
     """-log(-log(u)) in fp32, near 1 from w = 1 - u."""
     series = tl.fma(w, tl.fma(w, tl.fma(w, tl.fma(w, 0.2, 0.25), 1 / 3), 0.5), 1.0) * w
-    depth = tl.where(w < _NEAR_ONE, series, -_LN_2 * _log2(u, IS_CUDA))
-    return -_LN_2 * _log2(depth, IS_CUDA)
+    depth = tl.where(w < _NEAR_ONE, series, -_LN_2 * rough_log2(u, IS_CUDA))
+    return -_LN_2 * rough_log2(depth, IS_CUDA)
 
 
 @triton.jit
-def _log2(x: tl.tensor, IS_CUDA: tl.constexpr) -> tl.tensor:
+def rough_log2(x: tl.tensor, IS_CUDA: tl.constexpr) -> tl.tensor:
     """By one instruction, off by 2^-22, where Triton's own are thirty with a branch among them."""
     if IS_CUDA:
         return tl.inline_asm_elementwise(

@@ -36,6 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unisono.ops.kernels.filter_bins import gap_to
+from unisono.ops.kernels.gumbel import rough_log2
 from unisono.ops.kernels.launch import blocks_of, bound, launchable, power_of_two
 from unisono.ops.kernels.overlap import begin, overlap_options
 
@@ -97,10 +98,11 @@ def _kernels_on(
     device: torch.device, piece: int, num_pieces: int, pieces: int, programs: int
 ) -> tuple[Any, Any, Any]:
     options = {"enable_fp_fusion": False, **overlap_options(device)}
-    for_row = {"PIECE": piece, "IS_CUDA": device.type == "cuda", "num_warps": 4, **options}
+    for_row = {"PIECE": piece, "num_warps": 4, **options}
+    judging = {"IS_CUDA": device.type == "cuda", "NUM_PIECES": num_pieces}
     return (
         bound(_weigh_kernel, **for_row),
-        bound(_judge_kernel, NUM_PIECES=num_pieces, MANY=power_of_two(pieces), **for_row),
+        bound(_judge_kernel, MANY=power_of_two(pieces), **judging, **for_row),
         bound(_settle_kernel, MANY=power_of_two(programs), num_warps=1, **options),
     )
 
@@ -117,7 +119,6 @@ def _weigh_kernel(
     mass_ptr: tl.tensor,
     width: tl.tensor,
     PIECE: tl.constexpr,
-    IS_CUDA: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """The greatest logit of a piece of both rows, and the sum of its exponentials beside it."""
@@ -131,8 +132,8 @@ def _weigh_kernel(
     logits = tl.load(at, mask=inside, other=-float("inf"))
     draft_logits = tl.load(draft_at, mask=inside, other=-float("inf"))
     rate = _rate(tl.load(temperature_ptr + row))
-    best, mass = _weight(logits, inside, rate, PIECE, IS_CUDA)
-    draft_best, draft_mass = _weight(draft_logits, inside, rate, PIECE, IS_CUDA)
+    best, mass = _weight(logits, inside, rate, PIECE)
+    draft_best, draft_mass = _weight(draft_logits, inside, rate, PIECE)
     place = row * pieces + tl.program_id(1)
     draft_place = place + tl.num_programs(0).to(tl.int64) * pieces
     tl.store(best_ptr + place, best)
@@ -147,10 +148,9 @@ def _weight(
     inside: tl.tensor,
     rate: tl.tensor,
     PIECE: tl.constexpr,
-    IS_CUDA: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     best = tl.max(logits, axis=0)
-    odds = tl.where(inside, _odds(logits, best, rate, IS_CUDA), 0.0)
+    odds = tl.where(inside, _odds(logits, best, rate), 0.0)
     fours = tl.sum(tl.reshape(odds, (PIECE // _TOGETHER, _TOGETHER)), axis=1)
     return best, tl.sum(fours.to(tl.float64), axis=0)
 
@@ -162,27 +162,18 @@ def _rate(temperature: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _odds(logits: tl.tensor, best: tl.tensor, rate: tl.tensor, IS_CUDA: tl.constexpr) -> tl.tensor:
+def _odds(logits: tl.tensor, best: tl.tensor, rate: tl.tensor) -> tl.tensor:
     """exp((logits - best) / temperature) in fp32; NaN for NaN."""
     # Equal infinities have no difference.
-    gap = tl.where(logits == best, 0.0, (logits - best) * rate)
-    if IS_CUDA:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [gap], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return tl.exp2(gap)
+    return tl.exp2(tl.where(logits == best, 0.0, (logits - best) * rate))
 
 
 @triton.jit
 def _log(x: tl.tensor, IS_CUDA: tl.constexpr) -> tl.tensor:
-    """By one instruction, where Triton's own are thirty with a branch among them."""
-    if IS_CUDA:
-        x = tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-        return x * _LN_2
     # The interpreter would warn of each 0.
-    return tl.where(x == 0.0, -float("inf"), tl.log(tl.where(x == 0.0, 1.0, x)))
+    return tl.where(
+        x == 0.0, -float("inf"), rough_log2(tl.where(x == 0.0, 1.0, x), IS_CUDA) * _LN_2
+    )
 
 
 @launchable
@@ -219,8 +210,8 @@ def _judge_kernel(
     at = row * pieces + tl.arange(0, MANY)
     draft_at = at + tl.num_programs(0).to(tl.int64) * pieces
     held = tl.arange(0, MANY) < pieces
-    best, total = _total(best_ptr + at, mass_ptr + at, held, rate, IS_CUDA)
-    draft_best, draft_total = _total(best_ptr + draft_at, mass_ptr + draft_at, held, rate, IS_CUDA)
+    best, total = _total(best_ptr + at, mass_ptr + at, held, rate)
+    draft_best, draft_total = _total(best_ptr + draft_at, mass_ptr + draft_at, held, rate)
     share, draft_share = 1.0 / total, 1.0 / draft_total
     p = tl.exp(gap_to(own, best) / temperature) * share
     q = tl.exp(gap_to(draft_own, draft_best) / temperature) * draft_share
@@ -236,8 +227,8 @@ def _judge_kernel(
         if is_kept == 0:
             logits = tl.load(logits_ptr + columns, mask=inside, other=-float("inf"))
             drafts = tl.load(draft_logits_ptr + columns, mask=inside, other=-float("inf"))
-            excess = _odds(logits, best, rate, IS_CUDA) * share
-            excess -= _odds(drafts, draft_best, rate, IS_CUDA) * draft_share
+            excess = _odds(logits, best, rate) * share
+            excess -= _odds(drafts, draft_best, rate) * draft_share
             # NaN is not less, and is left.
             is_draft = columns == drafted.to(tl.int32)
             is_none = (excess < _LEAST) | (is_draft & (excess == excess))
@@ -254,13 +245,12 @@ def _total(
     mass_at: tl.tensor,
     held: tl.tensor,
     rate: tl.tensor,
-    IS_CUDA: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """The greatest logit of a row, and the sum of all exponentials beside it, fp64."""
     bests = tl.load(best_at, mask=held, other=-float("inf"))
     masses = tl.load(mass_at, mask=held, other=0.0)
     best = tl.max(bests, axis=0)
-    return best, tl.sum(masses * _odds(bests, best, rate, IS_CUDA).to(tl.float64), axis=0)
+    return best, tl.sum(masses * _odds(bests, best, rate).to(tl.float64), axis=0)
 
 
 @launchable

@@ -103,8 +103,6 @@ _MIDDLE: tuple[tuple[range, range, range, Tile], ...] = (
     (range(961, 1025), range(_ANY), range(BORDER, 129), _tile(16, 64, 128, 4, 5)),
     (range(3073, 4097), range(8193, _ANY), range(113, 129), _bulk(64, 64, 128, 4, 5)),
 )
-MOST_MIDDLE = 128
-"""Rows beyond which nothing of that table serves."""
 _TALL = (_tile(128, 64, 64, 4, 4), _tile(128, 128, 64, 8, 4))
 
 # Without tensor cores a thread keeps its operands of a step in registers, so steps are short.
@@ -127,27 +125,16 @@ def narrow_tile(num_outputs: int, num_inputs: int, height: int, dtype: torch.dty
     )
 
 
-def middle_tile(
-    num_outputs: int, num_inputs: int, num_rows: int, dtype: torch.dtype
-) -> Tile | None:
-    """The tile that serves from the border up although cuBLASLt might, if there is one."""
-    if dtype == torch.float32:
-        return None
-    return next(
-        (
-            tile
-            for outputs, inputs, rows, tile in _MIDDLE
-            if num_outputs in outputs and num_inputs in inputs and num_rows in rows
-        ),
-        None,
-    )
-
-
 def middle_tiles(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> dict[int, Tile]:
-    """`middle_tile` by number of rows, where there is one."""
-    rows = range(BORDER, MOST_MIDDLE + 1)
-    tiles = {count: middle_tile(num_outputs, num_inputs, count, dtype) for count in rows}
-    return {count: tile for count, tile in tiles.items() if tile is not None}
+    """By number of rows, from the border up, the tile that serves although cuBLASLt might."""
+    if dtype == torch.float32:
+        return {}
+    return {
+        num_rows: tile
+        for outputs, inputs, rows, tile in _MIDDLE
+        if num_outputs in outputs and num_inputs in inputs
+        for num_rows in rows
+    }
 
 
 def tall_tile(num_rows: int, dtype: torch.dtype) -> Tile:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.ops.kernel_rig import DEVICE, MARKS, make_products_hide_their_shape
+from tests.paths import loaded_script
 from unisono.ops.attention import AttentionShape
 from unisono.ops.kernels import attention
 from unisono.ops.kernels.attention_launch import Launch
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "tune_attention.py"
 SHAPE = AttentionShape(4, 2, 16)
 
 pytestmark = MARKS
@@ -23,18 +19,12 @@ pytestmark = MARKS
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch):
     make_products_hide_their_shape(monkeypatch)
-    spec = importlib.util.spec_from_file_location("tune_attention", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tune_attention"] = module
-    try:
-        spec.loader.exec_module(module)
+    with loaded_script("tune_attention") as module:
         module.DEVICE, module.DTYPE = DEVICE, torch.float16
         module.time_us = lambda call: float(call().shape[0])
         module.DECODE_LAUNCHES = (Launch(16, 4, 2), Launch(16, 4, 2, 2), Launch(16, 4, 2, 4, 168))
         module.PREFILL_LAUNCHES = (Launch(16, 4, 1), Launch(32, 4, 1))
         yield module
-    finally:
-        del sys.modules["tune_attention"]
 
 
 def test_rows_and_prompts_by_every_launch(script) -> None:

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
+from tests.paths import loaded_script
 from unisono.ops.kernels.linear_tiles import Tile
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "tune_linear.py"
 NARROW = Tile(outputs=16, rows=16, depth=256, warps=4, stages=5)
 WIDE = Tile(outputs=64, rows=16, depth=128, warps=4, stages=5)
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("tune_linear", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tune_linear"] = module
-    try:
-        spec.loader.exec_module(module)
+    with loaded_script("tune_linear") as module:
         yield module
-    finally:
-        del sys.modules["tune_linear"]
 
 
 def test_a_table_has_a_row_where_a_row_pays(script) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import subprocess
 import sys
@@ -13,21 +12,15 @@ from unittest.mock import Mock
 import pytest
 
 from tests import conftest
-from tests.paths import ROOT
+from tests.paths import ROOT, loaded_script
 
 SCRIPT = ROOT / "scripts" / "gpu_tests.py"
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("gpu_tests", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_tests"] = module
-    try:
-        spec.loader.exec_module(module)
+    with loaded_script("gpu_tests") as module:
         yield module
-    finally:
-        del sys.modules["gpu_tests"]
 
 
 @pytest.mark.parametrize("num_gpus", [2, 3])
