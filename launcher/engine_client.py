@@ -301,11 +301,13 @@ class Engine:
             self._settle(self._supervisor)
             self._await_flight(self._supervisor)
             lost = diagnose(self._failures, self._supervisor.poll(), self._phases)
-            self._lost = lost if self._recorded is None else with_flight(lost, self._recorded.path)
-            if self._lost.traceback:
-                _log.info("%s\n%s", self._lost, self._lost.traceback.rstrip())
+            if self._recorded is not None:
+                lost = with_flight(lost, self._recorded.path)
+            if lost.traceback:
+                _log.info("%s\n%s", lost, lost.traceback.rstrip())
+            self._give_up(lost)
         if self._lost is None and time.monotonic() >= self._deadline:
-            self._lost = too_late(self._phases, self._config.start_timeout_s, "what was ordered")
+            self._give_up(too_late(self._phases, self._config.start_timeout_s, "what was ordered"))
         if self._lost is not None:
             raise self._lost
 
@@ -350,8 +352,15 @@ class Engine:
                 break
 
     def _broken(self, what: str) -> WorkerLost:
-        self._lost = WorkerLost(f"runtime broke the protocol: {what}")
-        return self._lost
+        return self._give_up(WorkerLost(f"runtime broke the protocol: {what}"))
+
+    def _give_up(self, lost: WorkerLost) -> WorkerLost:
+        """End all processes without waiting for it: a rank may wait on its GPU for one that died,
+        and whoever hears of the loss may close the engine late."""
+        assert self._supervisor is not None
+        self._lost = lost
+        self._supervisor.begin_stop()
+        return lost
 
     def _ask(self, message: Rerun | Reschedule, kind: type[Reply]) -> Reply:
         self._send(message)

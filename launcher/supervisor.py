@@ -91,6 +91,13 @@ class Supervisor:
             time.sleep(0.01)
         return True
 
+    def begin_stop(self) -> None:
+        """Have every process end as by `stop`, and return at once."""
+        if os.getpid() != self._owner_pid:
+            return
+        self._stopping = True
+        self._wake.put(None)
+
     def stop(self) -> None:
         """End every process: SIGTERM, and SIGKILL after the grace. Safe at any time, and twice.
 
@@ -99,8 +106,7 @@ class Supervisor:
         """
         if os.getpid() != self._owner_pid:
             return
-        self._stopping = True
-        self._wake.put(None)
+        self.begin_stop()
         deadline = time.monotonic() + self._grace_s + KILL_WAIT_S + 1.0
         try:
             self._await_thread(deadline)

@@ -9,9 +9,11 @@ it was captured with and is never replayed under others, but captured again.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -102,6 +104,7 @@ class GraphPool:
         graph = torch.cuda.CUDAGraph()
         with (
             self._group.recorded() as collectives,
+            _no_garbage_collected(),
             # Other threads of the process (collectives' watchdogs) may call CUDA meanwhile.
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):
@@ -110,3 +113,16 @@ class GraphPool:
         self.num_captures += 1
         log.info("captured %s", name)
         return captured
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """Garbage may hold a graph, of a capture that failed or a former pool: destroying it is no work
+    that can be captured, and would spoil the capture that it comes into."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

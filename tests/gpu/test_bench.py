@@ -57,7 +57,9 @@ def test_a_step_is_taken_apart(ranks, temperature):
             assert device["num_copies"] >= 1
             # Two sums a layer on more than one rank, each of them one kernel or two.
             assert (device["num_collectives"] >= 2 * LAYERS) is (ranks > 1)
-            assert 0 < device["busy_ns"] < 1e6 * line["ms_per_step"] * 1.2
+            # Sums wait in their kernel for the other rank, whose host a trace holds up.
+            at_most = 1.2 if ranks == 1 else 2
+            assert 0 < device["busy_ns"] < 1e6 * line["ms_per_step"] * at_most
             assert rank["memory_bytes"] > 2**27 // ranks
             check_kernels(device)
 

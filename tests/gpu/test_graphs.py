@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,32 @@ def test_a_failed_capture_changes_nothing_and_is_recorded_again(
         pool.run("probe", "other", body)
         assert torch.equal(x, before + 4)
     assert pool.num_captures == 1 + (not is_alone)
+
+
+def test_garbage_with_graphs_in_it_spoils_no_capture() -> None:
+    """Of a former pool that is gone but for a cycle, with a collector as eager as can be."""
+    x = torch.zeros(1 << 10, device=GPU)
+    former, pool = (GraphPool(GPU, solo_group(), []) for _ in range(2))
+    for _ in range(2):
+        former.run("probe", 1, lambda: x + 1)
+        pool.run("probe", 0, lambda: x + 1)
+    cycle: list[object] = [former]
+    cycle.append(cycle)
+
+    def body() -> torch.Tensor:
+        nonlocal cycle, former
+        del cycle, former
+        kept = [[i] for i in range(100)]
+        return x + len(kept)
+
+    thresholds = gc.get_threshold()
+    pool.run("probe", 1, lambda: x + 100)
+    gc.set_threshold(1, 1, 1)
+    try:
+        out = pool.run("probe", 1, body)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert torch.equal(out, x + 100)
 
 
 def test_steps_beyond_the_buckets_run_eagerly_and_say_so(model: Path) -> None:

@@ -222,6 +222,23 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(mark):
     assert (_directories(), _processes(mark)) == ([], [])
 
 
+def test_a_rank_that_waits_for_a_lost_one_is_ended_before_the_engine_is_closed(mark):
+    """On a GPU it would wait in a kernel, deaf to all but SIGKILL, for minutes."""
+    fault = "rank 0: step: hang deaf;rank 1: step: signal 9"
+    with engine(fault, stop_grace_s=0.5) as running:
+        running.start()
+        running.abort(0)
+        begin = time.monotonic()
+        with pytest.raises(WorkerLost, match="^rank 1 "):  # noqa: PT012
+            while True:
+                running.poll(0.2)
+        while _processes(mark) and time.monotonic() - begin < 10:
+            time.sleep(0.05)
+        assert _processes(mark) == []
+        with pytest.raises(WorkerLost, match="^rank 1 "):
+            running.poll(0.0)
+
+
 def test_the_traceback_is_logged_at_info(caplog):
     caplog.set_level(logging.INFO)
     with engine("rank 1: load weights: raise") as running, pytest.raises(WorkerLost):

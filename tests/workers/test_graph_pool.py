@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +97,25 @@ def test_a_capture_that_fails_changes_nothing_and_is_recorded_again(
     assert bench.state() == twin.state()
     assert bench.counts[8] == 2
     assert bench.pool.num_captures == others + 1
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("planted")], ids=str)
+def test_no_garbage_is_collected_amid_a_capture(
+    card: Card, failure: BaseException | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hold a graph of a former pool, which must not be destroyed while another is made."""
+    monkeypatch.setattr(torch.cuda, "synchronize", gc.enable)
+    bench, seen = Bench(card), []
+    bench.pool.run("probe", 1, lambda: None)
+
+    def body() -> None:
+        seen.append(gc.isenabled())
+        if failure is not None:
+            raise failure
+
+    with contextlib.suppress(RuntimeError):
+        bench.pool.run("probe", 1, body)
+    assert (seen, gc.isenabled()) == ([False], True)
 
 
 def test_graphs_share_memory_until_the_last_is_gone(card: Card) -> None:
