@@ -64,6 +64,8 @@ class ManyQueries:
     records: Tensor  # [5, runs] int32 on the device
     longest: int
     """Tokens of a run."""
+    num_keys: int
+    """Most keys that a run sees, or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +123,11 @@ def plan_attention(
             num_partials=sum(spans),
         )
     if many:
-        many_queries = ManyQueries(records=records[border:].view(NUM_FIELDS, -1), longest=run)
+        many_queries = ManyQueries(
+            records=records[border:].view(NUM_FIELDS, -1),
+            longest=run,
+            num_keys=max(row.start + row.count for row in many),
+        )
     return AttentionPlan(
         shape=shape, block_table=block_table, window=window, few=few_queries, many=many_queries
     )
@@ -173,13 +179,14 @@ def plan_padded(
     few, many [5, records] int32 on the device, either may have none; rows of few have at most
     `longest` queries and none sees keys of more than `num_splits` splits. Tokens may be no row's.
     """
-    splits, run = splits_of_row(num_splits, window, longest), _tokens_of_run(shape)
+    splits = splits_of_row(num_splits, window, longest)
+    runs = ManyQueries(records=many, longest=_tokens_of_run(shape), num_keys=num_splits * SPLIT)
     return AttentionPlan(
         shape=shape,
         block_table=block_table,
         window=window,
         few=_few_on_device(few, splits, longest) if few.shape[1] else None,
-        many=ManyQueries(records=many, longest=run) if many.shape[1] else None,
+        many=runs if many.shape[1] else None,
         outputs=Outputs(),
     )
 
@@ -314,7 +321,7 @@ def _run_prefill(
     slopes: Tensor | None,
 ) -> None:
     shape, kv_heads, num_records = plan.shape, plan.shape.num_kv_heads, many.records.shape[1]
-    launch = prefill_launch(shape, q.dtype, num_records * kv_heads)
+    launch = prefill_launch(shape, q.dtype, num_records * kv_heads, many.num_keys)
     per_tile = launch.height // shape.group
     tiles_per_record = -(-many.longest // per_tile)
     prefill_of(shape, plan.window, launch, q.device, slopes is not None, q.dtype).launch(

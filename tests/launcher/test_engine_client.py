@@ -229,13 +229,13 @@ def test_a_rank_that_waits_for_a_lost_one_is_ended_before_the_engine_is_closed(m
         running.start()
         running.abort(0)
         begin = time.monotonic()
-        with pytest.raises(WorkerLost, match="^rank 1 "):  # noqa: PT012
+        with pytest.raises(WorkerLost, match=r"^rank 1 "):  # noqa: PT012
             while True:
                 running.poll(0.2)
         while _processes(mark) and time.monotonic() - begin < 10:
             time.sleep(0.05)
         assert _processes(mark) == []
-        with pytest.raises(WorkerLost, match="^rank 1 "):
+        with pytest.raises(WorkerLost, match=r"^rank 1 "):
             running.poll(0.0)
 
 
