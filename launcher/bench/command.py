@@ -129,7 +129,7 @@ def _case_lines(time: CaseTime, machine: Machine, before: CaseTime | None) -> It
     if before is None or before.shape != time.shape:
         yield ""
         yield (
-            f"{time.shape:<24} {'':<29}{'us':>9} {'reached':>12}{'floor us':>9}{'':>5}"
+            f"{time.shape:<24} {'':<29}{'us':>8} {'reached':>13}{'floor us':>9}{'':>5}"
             f"{'torch us':>10}"
         )
     name = f"{time.op:<24} {time.label:<29}"
@@ -140,14 +140,15 @@ def _case_lines(time: CaseTime, machine: Machine, before: CaseTime | None) -> It
     share = f"{entry['floor_us'] / entry['us']:>5.0%}" if time.num_bytes else f"{'':>5}"
     floor = f"{entry['floor_us']:>9.2f}" if time.num_bytes else f"{'':>9}"
     torch = f"{entry['torch_us']:>10.2f}" if time.torch_seconds else f"{'-':>10}"
-    yield f"{name}{entry['us']:>9.2f} {_reached(time, machine):>12}{floor}{share}{torch}"
+    yield f"{name}{entry['us']:>8.2f} {_reached(time, machine):>13}{floor}{share}{torch}"
 
 
 def _reached(time: CaseTime, machine: Machine) -> str:
     if not time.num_bytes:
         return ""
     if time.num_flops / machine.flops_per_s > time.num_bytes / machine.bytes_per_s:
-        return f"{time.num_flops / time.seconds / 1e12:.2f} TFLOP/s"
+        tflops = time.num_flops / time.seconds / 1e12
+        return f"{tflops:.{2 if tflops < 100 else 1}f} TFLOP/s"
     return f"{time.num_bytes / time.seconds / 1e12:.3f} TB/s"
 
 

@@ -43,7 +43,11 @@ def test_a_line_says_what_was_reached_and_fits() -> None:
     assert (entry["us"], entry["floor_us"], entry["torch_us"]) == (4.0, 2.0, 12345.678)
     bound_by_products = replace(TIME, num_flops=8 * 10**9, seconds=20e-6, torch_seconds=0.0)
     (line,) = _case_lines(bound_by_products, MACHINE, TIME)
-    assert line.split()[-5:] == ["400.00", "TFLOP/s", "10.00", "50%", "-"]
+    assert line.split()[-5:] == ["400.0", "TFLOP/s", "10.00", "50%", "-"]
+    assert len(line) == len(titles)
+    slow = replace(bound_by_products, num_flops=10**9, seconds=20e-6)
+    (line,) = _case_lines(slow, replace(MACHINE, flops_per_s=1e14), TIME)
+    assert "50.00 TFLOP/s" in line
     (line,) = _case_lines(replace(TIME, seconds=0.0, error="E: " + "x" * 200), MACHINE, TIME)
     assert "failed: E: x" in line
     assert len(line) <= WIDTH
