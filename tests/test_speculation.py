@@ -172,6 +172,7 @@ def noted_plans(engine: LocalEngine) -> list[StepPlan]:
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_ranks_draft_alike(erring: tuple[Path, Copying], tp: int) -> None:
+    """B16; the config has 2 KV heads (B20). Drafts are of a step's result, which ranks compare."""
     path, _ = erring
     asked = prompts((1, 12, 64, 66))
     plain = LocalEngine(path, tp=tp).generate(asked, max_tokens=12)

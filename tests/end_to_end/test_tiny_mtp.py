@@ -6,6 +6,8 @@ import json
 import keyword
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from tests.end_to_end.command import json_lines, refused, run
 from unisono import LLM, SamplingParams
 from unisono.launcher import cli
 from unisono.launcher.answering import Answer
+from unisono.launcher.draft_counts import DraftCounts
 
 PROMPTS = (
     "def read(self, path):",
@@ -55,23 +58,33 @@ def test_drafts_change_no_answer(plain, drafted) -> None:
         assert share == f"{100 * right / checked:.0f}"
 
 
-RANKS, BF16 = ("--tp", "2"), ("--dtype", "bfloat16")
+RANKS, BF16 = {"tp": 2}, {"dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
-    "way", [RANKS + BF16, *(pytest.param(way, marks=pytest.mark.soak) for way in (RANKS, BF16))]
+    "way", [RANKS | BF16, *(pytest.param(way, marks=pytest.mark.soak) for way in (RANKS, BF16))]
 )
-def test_nor_do_they_drawn_on_ranks_or_in_bf16(way: tuple[str, ...]) -> None:
-    drawn = ("--temperature", "0.8", "--top-p", "0.95", "--seed", "3", *way)
-    few = ("generate", "tiny-mtp", *PROMPTS[:3], "--max-tokens", "24", "--json", *drawn)
-    without, with_drafts = (
-        json_lines(run(*few, "--speculate", count)[0]) for count in ("off", "3")
-    )
-    assert [each["digest"] for each in with_drafts] == [each["digest"] for each in without]
-    right, checked = (
-        sum(sum(each["drafts"][key]) for each in with_drafts) for key in ("right", "checked")
-    )
-    assert 0 < right < checked
+def test_nor_do_they_drawn_on_ranks_or_in_bf16_for_two_clients(way: dict[str, Any]) -> None:
+    """B17: of two that ask at the same time, one for what is easily guessed and one for what is
+    not, each has its answers."""
+    drawn = {"max_tokens": 24, "top_p": 0.95, "seed": 3}
+    asked = [
+        (PROMPTS[:2], SamplingParams(temperature=0.2, **drawn)),
+        (PROMPTS[2:4], SamplingParams(temperature=1.2, **drawn)),
+    ]
+
+    def answers(drafts: str) -> list[list[Answer]]:
+        with (
+            LLM("tiny-mtp", speculate=drafts, max_model_len=256, **way) as llm,
+            ThreadPoolExecutor(2) as clients,
+        ):
+            return list(clients.map(lambda each: llm.generate(*each), asked))
+
+    plain, drafted = answers("off"), answers("3")
+    for want, got in zip(plain, drafted, strict=True):
+        assert [each.digest for each in got] == [each.digest for each in want]
+    easy, hard = (DraftCounts.of(each).shares[0] for each in drafted)
+    assert easy > hard > 0
 
 
 def test_rejection_is_for_requests_without_a_seed(

@@ -73,6 +73,7 @@ def test_another_answer_than_without_drafts_is_found(wrong):
     ],
 )
 def test_the_fastest_is_recommended_if_it_is_worth_it(speeds, best):
+    """B53: none, where drafts are no gain."""
     names = ("off", "1", "3", "8")
     lines = [line(name, speed) for name, speed in zip(names, speeds, strict=True)]
     assert recommended(lines, 2) == best

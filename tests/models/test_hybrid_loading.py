@@ -236,6 +236,7 @@ def test_only_families_that_can_draft_have_mtp_layers(tmp_path: Path) -> None:
 
 
 def test_other_tensors_are_refused_and_missing_ones_named(saved: Path) -> None:
+    """B50: nothing is left as it was made. (FP8, which it is about, is refused by the config.)"""
     partition = ModelPartition.of(read_model_config(saved), 1)
     headers = read_headers(saved)
     norm = headers["model.norm.weight"]

@@ -247,6 +247,7 @@ def test_names_of_the_two_layouts() -> None:
 
 
 def test_what_keeps_fp32_and_which_norms_are_zero_centred() -> None:
+    """B51: the gated norm of a delta net is not."""
     specs = list(ModelPartition.of(hybrid(), 2).weights(1))
     wide = {spec.name.rsplit("layers.0.")[-1] for spec in specs if spec.keeps_fp32}
     norms = {"input_layernorm.weight", "post_attention_layernorm.weight"}

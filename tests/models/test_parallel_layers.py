@@ -50,6 +50,7 @@ def row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) -> 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("rows", [1, 7])
 def test_row_bias_of_1000_is_added_once(ranks: int, rows: int) -> None:
+    """B18: not once a rank."""
     x, weight = torch.randn(rows, 13), torch.randn(9, 13)
     bias = torch.full((9,), 1000.0)
     want = (x.double() @ weight.double().T + 1000.0).float()

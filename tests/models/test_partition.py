@@ -81,6 +81,7 @@ def test_nine_heads_in_three_groups_over_two_ranks() -> None:
 
 
 def test_two_kv_heads_over_four_ranks_are_replicated() -> None:
+    """B20; models with 2 KV heads run on 3 and 4 ranks in tests/test_speculation.py."""
     heads, kv_heads = cut_heads(8, 2, 4)
     assert heads.ranges == ((0, 2), (2, 4), (4, 6), (6, 8))
     assert kv_heads.ranges == ((0, 1), (0, 1), (1, 2), (1, 2))

@@ -105,6 +105,7 @@ def test_argmax_over_shards(cuts: list[int]) -> None:
 
 
 def test_argmax_of_bf16_ties_takes_the_lowest_id() -> None:
+    """B22, with the three behind it: ties over shards, near 1e4, rows of -inf, ids past 2^24."""
     logits = torch.randn(200, 1003).mul(4).add(1e4).to(torch.bfloat16).float()
     want = [int((row == row.max()).nonzero()[0]) for row in logits]
     assert len({int((row == row.max()).sum()) for row in logits}) > 1, "there must be ties"
