@@ -50,6 +50,7 @@ def test_gather_puts_columns_side_by_side(widths: list[int]) -> None:
 
 def test_digest_tells_kind_size_and_order_apart() -> None:
     """B15: a rank whose step sends other sizes than its peers' is named after it."""
+
     def digest(*calls: tuple[str, int]) -> int:
         group = solo_group()
         for kind, size in calls:
