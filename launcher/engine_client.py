@@ -12,6 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
@@ -144,8 +145,7 @@ class Engine:
                         raise self._broken(f"sent {type(message).__name__} before it was ready")
             self._check()
             if time.monotonic() >= deadline:
-                self._lost = too_late(self._phases, self._config.start_timeout_s)
-                raise self._lost
+                raise self._give_up(too_late(self._phases, self._config.start_timeout_s))
 
     def submit(
         self,
@@ -309,7 +309,7 @@ class Engine:
         if self._lost is None and time.monotonic() >= self._deadline:
             self._give_up(too_late(self._phases, self._config.start_timeout_s, "what was ordered"))
         if self._lost is not None:
-            raise self._lost
+            raise copy(self._lost)
 
     def _take_state(self, state: EngineState) -> None:
         self.states.append(state)
@@ -360,7 +360,7 @@ class Engine:
         assert self._supervisor is not None
         self._lost = lost
         self._supervisor.begin_stop()
-        return lost
+        return copy(lost)  # whose traceback grows where it is raised, and is raised by every poll
 
     def _ask(self, message: Rerun | Reschedule, kind: type[Reply]) -> Reply:
         self._send(message)

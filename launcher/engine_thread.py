@@ -6,6 +6,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -147,6 +148,7 @@ class EngineThread:
         self._answering.forget()
         jobs, self._jobs = self._jobs, set()
         for job in jobs:
-            job.sink(error)
+            # To each its own: a traceback grows where an error is raised again.
+            job.sink(copy(error) if isinstance(error, EngineError) else error)
         while self._ordered:
             self._ordered.popleft()(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,14 @@ class ModelSource:
     """Absolute: a directory for "huggingface", a file for "gguf". For "shape" there is no file, and
     this is the name."""
     kind: Literal["huggingface", "gguf", "shape"]
+
+
+def name_of(model: object) -> str:
+    """A model's name as text; a path becomes one. Raises ConfigError for anything else."""
+    name = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if not isinstance(name, str):
+        raise ConfigError(f"model {model!r}: expected a name or a path")
+    return name
 
 
 def resolve_model(name: str, on_progress: Progress | None = None) -> ModelSource:

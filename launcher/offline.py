@@ -42,6 +42,7 @@ from unisono.launcher.answering import (
 from unisono.launcher.cluster import detect_cluster
 from unisono.launcher.engine_client import Engine
 from unisono.launcher.engine_thread import EngineThread, Job, News
+from unisono.launcher.model_source import name_of
 from unisono.launcher.options import check_sampling_params, option_spec
 from unisono.launcher.pause import Pause
 from unisono.launcher.prompts import check_prompts
@@ -83,7 +84,7 @@ class LLM:
     the answers that others wait for with an EngineError.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         cluster = detect_cluster(os.environ)
         if cluster is not None and cluster.world_size > 1:
             raise ConfigError(
@@ -91,11 +92,12 @@ class LLM:
                 f"{cluster.world_size} times: run it alone with tp={cluster.world_size}, or use "
                 "unisono generate"
             )
-        prepared = prepare(model, options, os.environ)
+        name = name_of(model)
+        prepared = prepare(name, options, os.environ)
         self._tokenizer: Tokenizer | IdsOnly = (
             Tokenizer.load(prepared.source)
             if prepared.has_tokenizer
-            else IdsOnly(model, prepared.worker.model.vocab_size)
+            else IdsOnly(name, prepared.worker.model.vocab_size)
         )
         self._config = with_tokenizer(
             prepared.launch, self._tokenizer.size, self._tokenizer.eos_ids
@@ -217,7 +219,7 @@ class LLM:
         """
         return self._order(Wake())
 
-    def reload_weights(self, path: str) -> Pause:
+    def reload_weights(self, path: str | os.PathLike[str]) -> Pause:
         """Take the weights of another checkpoint of the same architecture and shapes, in place.
 
         `path` names it as a model is named. Tokens that were answered stay; what runs goes on
@@ -230,7 +232,7 @@ class LLM:
         Raises CheckpointError, in one line, for weights that are missing, damaged or of another
         model: then the old ones serve on, and no answer changes. Raises WorkerLost.
         """
-        return self._order(reload_order(path, self._config.runtime.worker))
+        return self._order(reload_order(name_of(path), self._config.runtime.worker))
 
     async def sleep_async(self, level: int = 1) -> Pause:
         """Like `sleep`; cancelling leaves the engine to do it."""
@@ -240,7 +242,7 @@ class LLM:
         """Like `wake`; cancelling leaves the engine to do it."""
         return await asyncio.to_thread(self.wake)
 
-    async def reload_weights_async(self, path: str) -> Pause:
+    async def reload_weights_async(self, path: str | os.PathLike[str]) -> Pause:
         """Like `reload_weights`; cancelling leaves the engine to do it."""
         return await asyncio.to_thread(self.reload_weights, path)
 

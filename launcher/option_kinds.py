@@ -86,7 +86,7 @@ def describe_kind(kind: str) -> str:
         "float": "a number",
         "str": "text",
         "bool": "True or False",
-        "tuple[int, ...]": "whole numbers separated by commas",
+        "tuple[int, ...]": "whole numbers separated by commas (in Python a tuple of them)",
         PAIRS: "pairs of a token id and a number",
         "tuple[str, ...]": "a tuple of texts that are not empty",
     }

@@ -20,7 +20,7 @@ from unisono.launcher.config import LaunchConfig
 from unisono.launcher.graph_options import resolve_graphs
 from unisono.launcher.model_source import ModelSource, read_source_config, resolve_model
 from unisono.launcher.options import make_launch_config
-from unisono.launcher.timeline_file import check_trace
+from unisono.launcher.result_file import check_result_file
 from unisono.models.config import (
     ConfigError,
     ModelConfig,
@@ -89,7 +89,7 @@ def prepare(
     model = read_source_config(source, options.get("load_format", "auto"))
     launch = resolve_config(options, str(source.path), model, host_facts(environ), cluster)
     if "trace" in options:
-        launch = replace(launch, trace=check_trace(launch.trace))
+        launch = replace(launch, trace=str(check_result_file("--trace", launch.trace)))
     if launch.runtime.worker.load_format != "random":
         worker = launch.runtime.worker
         drafts = worker.num_drafts > 0

@@ -93,10 +93,10 @@ class Supervisor:
 
     def begin_stop(self) -> None:
         """Have every process end as by `stop`, and return at once."""
-        if os.getpid() != self._owner_pid:
-            return
-        self._stopping = True
-        self._wake.put(None)
+        # Who was forked off has no thread, and nothing to wait for.
+        if os.getpid() == self._owner_pid:
+            self._stopping = True
+            self._wake.put(None)
 
     def stop(self) -> None:
         """End every process: SIGTERM, and SIGKILL after the grace. Safe at any time, and twice.
@@ -104,8 +104,6 @@ class Supervisor:
         Returns when they are gone, at the latest a few seconds after the grace. A Ctrl-C
         meanwhile ends the grace.
         """
-        if os.getpid() != self._owner_pid:
-            return
         self.begin_stop()
         deadline = time.monotonic() + self._grace_s + KILL_WAIT_S + 1.0
         try:

@@ -23,10 +23,12 @@ from unisono.runtime.protocol import (
     EngineError,
     EngineReady,
     Finished,
+    Order,
     Rejected,
     Starting,
     Tokens,
 )
+from unisono.runtime.timed import order_name
 from unisono.workers.timeline import (
     MOST_EVENTS,
     Kind,
@@ -75,6 +77,10 @@ class TimedEngine(Engine):
         self._num_tokens.pop(request_id, None)
         super().abort(request_id)
 
+    def order(self, wanted: Order) -> None:
+        self.timeline.moment(Kind.ORDER, self.timeline.text(order_name(wanted)))
+        super().order(wanted)
+
     def poll(self, timeout_s: float) -> list[Event]:
         began = now()
         events = super().poll(timeout_s)
@@ -85,22 +91,25 @@ class TimedEngine(Engine):
             if isinstance(event, Tokens):
                 for number in event.request_ids:
                     if number in self._num_tokens:
-                        self._num_tokens[number] += 1
+                        self._come(number, 1)
             elif event.request_id in self._num_tokens:
                 self._note(event)
         return events
 
     def _note(self, event: Delta | Finished | Rejected) -> None:
-        number, known = event.request_id, self._num_tokens[event.request_id]
+        number = event.request_id
         match event:
             case Delta(token_ids=tokens):
-                if not known:
-                    self.timeline.moment(Kind.FIRST_TOKEN, number)
-                self._num_tokens[number] = known + len(tokens)
+                self._come(number, len(tokens))
             case Finished() | Rejected():
                 reason = event.reason if isinstance(event, Finished) else "rejected"
+                known = self._num_tokens.pop(number)
                 self.timeline.moment(Kind.FINISH, number, known, self.timeline.text(reason))
-                del self._num_tokens[number]
+
+    def _come(self, number: int, num_tokens: int) -> None:
+        if not self._num_tokens[number]:
+            self.timeline.moment(Kind.FIRST_TOKEN, number)
+        self._num_tokens[number] += num_tokens
 
     def close(self) -> None:
         try:

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from unisono.models.config import ConfigError
 from unisono.workers.timeline import COUNTS, MOMENT, TEXTS, Kind, Noted, Recorded
 
 LAUNCHER, RUNTIME, FIRST_RANK = 1, 2, 3
@@ -42,29 +40,6 @@ class Lane:
     number: int
     name: str
     recorded: Recorded
-
-
-def check_trace(name: str) -> str:
-    """Return the absolute path of a file that can be written. Raises ConfigError.
-
-    A link stands for what it leads to. Nothing is left of the attempt.
-    """
-    path, fault = Path(name), ""
-    try:
-        path = path.expanduser().resolve()
-        if path.exists() and not path.is_file():
-            fault = "is no file"
-        elif path.exists() and not os.access(path, os.W_OK):
-            fault = "may not be written"
-        else:
-            tempfile.TemporaryFile(dir=path.parent, prefix=f".{path.name[:40]}.").close()
-    except (OSError, ValueError, RuntimeError) as error:
-        fault = f"cannot be written ({getattr(error, 'strerror', None) or error})"
-    if fault:
-        raise ConfigError(
-            f"--trace {name}: {fault}; choose a file in a directory that you may write to"
-        )
-    return str(path)
 
 
 def write_trace(path: Path, lanes: Sequence[Lane], facts: Mapping[str, object]) -> int:

@@ -260,7 +260,7 @@ class Engine:
                 first_token_s=request.first_token_s,
                 total_s=now - request.arrived_s,
                 num_cached_tokens=request.num_cached_tokens,
-                num_preemptions=request.num_admissions - 1,
+                num_preemptions=request.num_preemptions,
                 drafted=request.drafted,
                 accepted=request.accepted,
                 waited_s=self._waited_s - request.waited_s,

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from unisono.runtime.protocol import (
 from unisono.runtime.speculation import draft_policy
 from unisono.runtime.timed import Parts, parts_for
 from unisono.runtime.worker_group import Diverged, RankFault, WorkerGroup
-from unisono.workers.channel import Hub, to_plain
+from unisono.workers.channel import Hub, ProtocolError, to_plain
 from unisono.workers.config import BLOCK_SIZE, WorkerConfig
 from unisono.workers.orders import die_with_parent, read_orders
 from unisono.workers.protocol import WORKER_REPORTS, Fault, Loaded, LoadWeights
@@ -174,10 +175,10 @@ def _report(error: Exception, orders: RuntimeOrders, clients: Hub, workers: Work
         is_cause = bool(failures) and not failures[0].secondary
         if is_cause and failures[0] is not own:
             path = _write_flight(orders, workers, failures[0])
-    for failure in failures:
-        clients.send(CLIENT, failure)
-    # Last, so that who has it has all: the launcher waits for it.
-    clients.send(CLIENT, Recorded(path=path))
+    with suppress(ProtocolError):  # of a launcher that has gone
+        # The record last: who has it has all, and the launcher waits for it.
+        for told in (*failures, Recorded(path=path)):
+            clients.send(CLIENT, told)
 
 
 def _write_flight(orders: RuntimeOrders, workers: WorkerGroup, failure: Failed) -> str:

@@ -266,7 +266,7 @@ class Finished:
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache spared it."""
     num_preemptions: int = 0
-    """How often it lost its place and was computed again."""
+    """How often it lost its place to others and was computed again; pauses do not count."""
     drafted: array[int] = field(default_factory=int32s)
     """By place in a chain: drafts of it that were checked."""
     accepted: array[int] = field(default_factory=int32s)

@@ -70,7 +70,7 @@ class Request:
     """The snapshot that its state started from; 0: it started empty."""
     num_common: int = 0
     """Its first blocks that others have, too, whether or not their state was saved."""
-    num_admissions: int = 0
+    num_preemptions: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache spared it when it was first admitted."""
     first_token_s: float = 0.0

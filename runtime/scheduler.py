@@ -336,22 +336,25 @@ class Scheduler:
             if self._flights:
                 return False
             victim = self._running[-1]
-            self._close(victim)
-            self._enqueue(victim)
-            self.num_preemptions += 1
+            self._pre_empt(victim)
             if victim is request:
                 return False
         request.blocks += self.ledger.take(missing)
         return True
+
+    def _pre_empt(self, request: Request) -> None:
+        self._close(request)
+        self._enqueue(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
 
     def _admit(self) -> list[Request]:
         """Open slots in order of rank, as long as all tokens of the next request find room."""
         opened = []
         while self._waiting and self._holdings.admit(self._waiting[0]):
             request = self._waiting.pop(0)
-            if request.num_admissions == 0:
+            if not request.last_step:
                 request.num_cached_tokens = request.num_computed
-            request.num_admissions += 1
             insort(self._running, request, key=_rank)
             opened.append(request)
         return opened

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from unisono.runtime.config import RuntimeOrders
 from unisono.runtime.engine import Engine
-from unisono.runtime.protocol import Submit
+from unisono.runtime.protocol import Order, Submit
 from unisono.runtime.request import Request
 from unisono.runtime.scheduler import NewToken, Scheduler
 from unisono.runtime.worker_group import WorkerGroup
@@ -28,6 +28,11 @@ class Parts(NamedTuple):
     scheduler: Callable[..., Scheduler] = Scheduler
 
 
+def order_name(order: Order) -> str:
+    """What an order is called in a timeline: "sleep", "wake" or "reload"."""
+    return type(order).__name__.lower()
+
+
 def parts_for(orders: RuntimeOrders) -> Parts:
     """The plain parts, or those that note what they do, if the orders say where."""
     timeline = open_ring(orders.timeline_dir, RUNTIME)
@@ -41,7 +46,7 @@ def parts_for(orders: RuntimeOrders) -> Parts:
 
 
 class TimedEngine(Engine):
-    """Notes the requests it takes, and each result from waiting for it to the last word of it."""
+    """Notes requests, orders, and each result from waiting for it to the last word of it."""
 
     def __init__(self, timeline: Timeline, *parts: Any) -> None:
         super().__init__(*parts)
@@ -51,6 +56,11 @@ class TimedEngine(Engine):
         began, step = now(), self._in_flight[0]
         super()._take_result()
         self._timeline.span(Kind.RESULT, began, step)
+
+    def _obey(self, client: str, order: Order) -> None:
+        began = now()
+        super()._obey(client, order)
+        self._timeline.span(Kind.OBEY, began, self._timeline.text(order_name(order)))
 
     def _submit(self, client: str, message: Submit) -> None:
         began = now()
@@ -119,8 +129,6 @@ class TimedScheduler(Scheduler):
                 self._timeline.moment(Kind.PREFIX_HIT, request.request_id, request.num_computed)
         return opened
 
-    def _enqueue(self, request: Request) -> None:
-        # One that was admitted before has lost its place.
-        if request.num_admissions:
-            self._timeline.moment(Kind.PREEMPT, request.request_id, request.num_tokens)
-        super()._enqueue(request)
+    def _pre_empt(self, request: Request) -> None:
+        self._timeline.moment(Kind.PREEMPT, request.request_id, request.num_tokens)
+        super()._pre_empt(request)

@@ -121,7 +121,7 @@ class RigChannel:
                         first_token_s=0.0,
                         total_s=0.0,
                         num_cached_tokens=request.num_cached_tokens,
-                        num_preemptions=request.num_admissions - 1,
+                        num_preemptions=request.num_preemptions,
                         num_replays=self._engine.ranks[0].pool.num_replays,
                         drafted=request.drafted,
                     )

@@ -29,7 +29,7 @@ TEXT_BYTES = 4096
 MAGIC = 0x31454E494C4D5455
 SPAN, MOMENT, COUNTS = "X", "i", "C"
 """The forms of an event in the file that is made of them: with a duration, without, and numbers."""
-TEXTS = ("piece", "reason")
+TEXTS = ("piece", "reason", "what")
 """Fields whose numbers stand for a text."""
 _HEADER = 8 * 8
 _COUNT, _TEXT_END = 2, 4
@@ -56,8 +56,10 @@ class Kind(IntEnum):
     FIRST_TOKEN = "first token", MOMENT, "request"
     FINISH = "finish", MOMENT, "request", "tokens", "reason"
     DETOKENIZE = "detokenise", SPAN, "tokens"
+    ORDER = "order", MOMENT, "what"
     # The runtime.
     ARRIVE = "take request", SPAN, "request", "prompt_tokens"
+    OBEY = "obey", SPAN, "what"
     PLAN = "plan", SPAN, "step", "rows", "tokens"
     SEND = "send", SPAN, "step"
     RESULT = "result", SPAN, "step"

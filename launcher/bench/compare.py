@@ -294,8 +294,13 @@ def _sides(context: click.Context, make_plan: Callable[..., Planned]) -> tuple[S
             "a checkout"
         )
     mine = (str(context.info_name), *_given(context))
-    if checkout is None:
-        _check(context, make_plan, text, [*mine[1:], *more])
+    if more:
+        try:
+            _check(context, make_plan, text, [*mine[1:], *more])
+        except click.NoSuchOption:
+            # Another checkout may have it.
+            if checkout is None:
+                raise
     a = Side(name="A", arguments=mine, root=home)
     return a, Side(name="B", arguments=(*mine, *more), root=other)
 
@@ -304,6 +309,8 @@ def _check(
     context: click.Context, make_plan: Callable[..., Planned], text: str, arguments: list[str]
 ) -> None:
     """Refuse a B that cannot run, or would measure something else."""
+    if "--help" in arguments:
+        raise ConfigError(f"--compare {text}: --help measures nothing; choose other options")
     with context.command.make_context(context.info_name, arguments, parent=context.parent) as b:
         for name in OWN:
             if b.get_parameter_source(name) is ParameterSource.COMMANDLINE:

@@ -37,10 +37,12 @@ from unisono.launcher.bench.report import SHOWN, Report, output_options
 from unisono.launcher.draft_counts import DraftCounts
 from unisono.launcher.graph_counts import GraphCounts
 from unisono.launcher.options import config_options, given, option_spec
+from unisono.launcher.prompts import whole_blocks
 from unisono.launcher.resolve import Prepared
 from unisono.launcher.roofline import Items, answers_bytes, floor_s
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import SamplingParams
+from unisono.workers.config import WorkerConfig
 from unisono.workers.timings import Machine
 
 ENGINE_OPTIONS = (*OPTIONS, "speculate", "max_requests", "kv_tokens", "memory_utilization")
@@ -171,7 +173,8 @@ def make_plan(*, model: str, **values: Any) -> OfflineBench:
     if values["temperature"] is not None:
         option_spec("temperature").check(values["temperature"])
     shapes = _grid(values)
-    least, most = values["least"] or LEAST, values["most"] or MOST
+    least = LEAST if values["least"] is None else values["least"]
+    most = MOST if values["most"] is None else values["most"]
     if most < least:
         raise ConfigError(f"--max {most}: must be at least --min, {least}")
     options = given(values, ENGINE_OPTIONS)
@@ -194,6 +197,7 @@ def make_plan(*, model: str, **values: Any) -> OfflineBench:
     else:
         heat = TEMPERATURE if temperature is None else temperature
         jobs = [workload(num_requests, least, most, vocab_size, heat, seed)]
+    _check_cache(flag, jobs, prepared.worker)
     warm_up = values["warm_up"]
     if warm_up is None:
         warm_up = int(prepared.worker.device == "cuda")
@@ -204,6 +208,16 @@ def make_plan(*, model: str, **values: Any) -> OfflineBench:
         repeats=values["repeats"],
         warm_up=warm_up,
     )
+
+
+def _check_cache(flag: str, jobs: Sequence[Job], worker: WorkerConfig) -> None:
+    """Raise ConfigError if a request alone is more than the KV cache that was asked for."""
+    longest = max(sum(lengths) for job in jobs for lengths in job.lengths)
+    if (wanted := whole_blocks(longest - 1)) > (held := whole_blocks(worker.kv_tokens)) > 0:
+        raise ConfigError(
+            f"{flag}: a request of {longest} tokens is more than the {held} of --kv-tokens; choose "
+            f"{wanted} or more, or less of {flag.partition(' ')[0]}"
+        )
 
 
 def workload(

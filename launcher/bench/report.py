@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import unisono
-from unisono.models.config import ConfigError
+from unisono.launcher.result_file import check_result_file
 
 WIDTH = 100
 SHOWN = 16
@@ -25,7 +25,7 @@ Command = Callable[..., Any]
 def output_options(command: Command) -> Command:
     """A decorator that gives a click command --json and --output, which a `Report` takes."""
     command = click.option(
-        "--output", type=click.Path(), help="Write the JSON object to this file too."
+        "--output", metavar="FILE", help="Write the JSON object to this file too."
     )(command)
     return click.option("--json", "as_json", is_flag=True, help="One JSON object and no table.")(
         command
@@ -39,11 +39,8 @@ class Report:
     """
 
     def __init__(self, *, as_json: bool, output: str | None) -> None:
-        if output is not None and not Path(output).absolute().parent.is_dir():
-            raise ConfigError(
-                f"--output {output}: its directory does not exist; choose a file in one that does"
-            )
-        self._as_json, self._output = as_json, output
+        self._as_json = as_json
+        self._output = None if output is None else check_result_file("--output", output)
 
     def line(self, text: str = "") -> None:
         """Show a line of the table; what is too long goes on below."""
@@ -60,9 +57,10 @@ class Report:
 
     def end(self, result: dict[str, Any]) -> None:
         """Write the object, as the last line and to the file."""
+        text = json.dumps(result)
+        click.echo(text)
         if self._output is not None:
-            Path(self._output).write_text(json.dumps(result) + "\n", encoding="utf-8")
-        click.echo(json.dumps(result))
+            self._output.write_text(text + "\n", encoding="utf-8")
 
 
 def versions() -> dict[str, str]:

@@ -23,13 +23,13 @@ from unisono.launcher.answering import numerics_of
 from unisono.launcher.config import LaunchConfig
 from unisono.launcher.console import Console
 from unisono.launcher.options import config_options, given
+from unisono.launcher.result_file import check_result_file
 from unisono.launcher.text.ids_only import IdsOnly
 from unisono.launcher.verify.bisect import Watch
 from unisono.launcher.verify.course import AskOracle, Course
 from unisono.launcher.verify.facts import fingerprint, read_facts
 from unisono.launcher.verify.options import (
     Choices,
-    check_page,
     longest_prompt,
     read_choices,
     with_defaults,
@@ -106,9 +106,9 @@ OPTIONS = (
     help="Do not look for the op at fault where something differs.",
 )
 @click.option("--json", "json_output", is_flag=True, help="Write JSON instead of the table.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page too.")
+@click.option("--html", metavar="FILE", help="Write a page too.")
 @config_options(*OPTIONS)
-def command(model: str, json_output: bool, html: Path | None, search: bool, **values: Any) -> int:
+def command(model: str, json_output: bool, html: str | None, search: bool, **values: Any) -> int:
     """Prove that MODEL gives each request one answer: alone or in a batch, its prompt chunked or
     whole, after a prefix-cache hit, after pre-emption, from graphs or eager, drafting or not, and
     where the engine sleeps or loads its weights anew in the middle of it.
@@ -118,8 +118,7 @@ def command(model: str, json_output: bool, html: Path | None, search: bool, **va
     what another order of sums may do. Ends with 1 if anything that is promised does not hold.
     """
     choices = read_choices(values)
-    if html is not None:
-        check_page(html)
+    page = None if html is None else check_result_file("--html", html)
     console = Console()
     bench = _prepare(model, given(values, OPTIONS), choices, console)
     began = time.monotonic()
@@ -135,7 +134,7 @@ def command(model: str, json_output: bool, html: Path | None, search: bool, **va
             # Also on the way out: an interruption must not cost what is known.
             report = bench.report(model, course, time.monotonic() - began)
             with bar.hidden():
-                is_written = _show(report, console, json_output, html)
+                is_written = _show(report, console, json_output, page)
     return 0 if report.ok and is_written else 1
 
 

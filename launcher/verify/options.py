@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from unisono.launcher.graph_options import why_no_graphs
@@ -129,20 +127,6 @@ def longest_prompt(max_tokens: int, max_model_len: int) -> int:
             f"included; choose at most {max_model_len - 2}"
         )
     return longest
-
-
-def check_page(path: Path) -> None:
-    """Raise ConfigError unless a page can be written to `path`, which is tried beside it."""
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"--html {path}: this is no file; name one that can be written")
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.absolute().parent, prefix=".unisono-"):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"--html {path}: cannot be written ({(error.strerror or '').lower()}); "
-            "name a file in a directory that exists and can be written to"
-        ) from None
 
 
 def _num_prompts(asked: int | None, tokens: int | None, max_tokens: int) -> int:

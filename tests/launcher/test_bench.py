@@ -59,7 +59,7 @@ def test_a_line_says_what_was_reached_and_fits() -> None:
         (("--op", "gone"), "--op gone: choose from linear, head"),
         (("--shape", "gone"), "--shape gone: choose from qwen3-0.6b"),
         (("--device", "tpu"), "--device tpu: choose auto, cpu or cuda"),
-        (("--output", "/nowhere/x.json"), "--output /nowhere/x.json: its directory"),
+        (("--output", "/nowhere/x.json"), "--output /nowhere/x.json: cannot be written (No such"),
     ],
 )
 def test_what_cannot_be_is_refused(options: tuple[str, ...], message: str, capsys) -> None:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.launcher.fakes import write_checkpoint
+from tests.paths import ROOT
 from unisono.launcher import cli
 from unisono.launcher.bench import compare as bench_compare
 from unisono.launcher.bench.compare import (
@@ -215,6 +216,8 @@ def test_another_checkout_is_run_in_its_place(bench, tmp_path):
             "--batch 1: with --prompt-tokens 256 a step has as many prompts",
         ),
         (["--compare", "--temperature 101"], "--temperature 101.0: must be at least 0 and at most"),
+        (["--compare", "--help"], "--compare --help: --help measures nothing"),
+        (["--compare-checkout", str(ROOT), "--compare", "--batch 2"], "A measures batch 1 and B"),
         (["--compare", "--json"], "--compare --json: --json is for both; give it outside"),
         (["--compare", "--compare x"], "--compare --compare x: --compare is for both"),
         (["--compare", "'"], "--compare ': No closing quotation"),

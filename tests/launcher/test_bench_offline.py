@@ -105,6 +105,11 @@ def test_narrow_states_lower_the_floor(monkeypatch):
         (["--requests", "0"], "--requests 0: must be at least 1"),
         (["--min", "0"], "--min 0: must be at least 1"),
         (["--max", "50"], "--max 50: must be at least --min, 100"),
+        (["--max", "0"], "--max 0: must be at least --min, 100"),
+        (
+            ["--grid", "1x60x9", "--kv-tokens", "64"],
+            "--grid 1x60x9: a request of 69 tokens is more than the 64 of --kv-tokens; choose 128",
+        ),
         (["--repeats", "0"], "--repeats 0: must be at least 1"),
         (["--warm-up", "-1"], "--warm-up -1: must be at least 0"),
         (["--seed", "-1"], "--seed -1: must be at least 0"),

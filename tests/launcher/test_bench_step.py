@@ -59,7 +59,7 @@ def bench(tmp_path, monkeypatch, capsys):
         (["--steps", "100"], "that is 398 tokens, and the model's limit is 128: choose fewer --st"),
         (["--tp", "99"], "tp=99: 9 query heads in 3 groups"),
         (["--device", "cuda"], "--device cuda: no GPU is visible here"),
-        (["--output", "/nowhere/x"], "--output /nowhere/x: its directory does not exist"),
+        (["--output", "/nowhere/x"], "--output /nowhere/x: cannot be written (No such file"),
         (["--kv-tokens", "64"], "No such option '--kv-tokens'"),
         (["--speculate", "auto"], "--speculate auto: steps that are timed have the same number of"),
         (["--speculate", "9"], "--speculate 9: choose off, auto, 1, 2"),

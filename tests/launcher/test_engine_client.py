@@ -167,8 +167,13 @@ def test_a_rank_lost_while_serving_is_named_by_every_poll(fault, line):
             running.abort(0)
             for _ in range(50):
                 running.poll(0.2)
-        with pytest.raises(WorkerLost, match=f"^{line}$"):
-            running.poll(0.0)
+        told = []
+        for _ in range(2):
+            with pytest.raises(WorkerLost, match=f"^{line}$") as caught:
+                running.poll(0.0)
+            told.append(caught.value)
+        assert told[0] is not told[1], "its traceback would grow"
+        assert (told[0].rank, told[0].phase) == (1, "step")
         running.abort(0)
 
 

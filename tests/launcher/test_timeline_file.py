@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from unisono.launcher.timeline_file import (
     LAUNCHER,
     RUNTIME,
     Lane,
-    check_trace,
     write_trace,
 )
-from unisono.models.config import ConfigError
 from unisono.workers.timeline import MOMENT, Kind, Noted, Recorded
 
 BASE = 13_000_000_000_000_123
@@ -178,45 +175,3 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
     with pytest.raises(OSError, match="No space left"):
         write_trace(path, lanes(), {})
     assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"trace.json": "old"}
-
-
-def test_the_path_is_made_absolute_and_links_are_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "link.json").symlink_to(tmp_path / "there.json")
-    assert check_trace("new.json") == str(tmp_path / "new.json")
-    assert check_trace("link.json") == str(tmp_path / "there.json")
-    assert [each.name for each in tmp_path.iterdir()] == ["link.json"], "nothing is left behind"
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("", "is no file"),
-        (".", "is no file"),
-        ("/dev/null", "is no file"),
-        ("nowhere/t.json", r"cannot be written \(No such file or directory\)"),
-        ("file/t.json", r"cannot be written \(Not a directory\)"),
-        ("x\0y", "cannot be written"),
-        ("~nobody-of-that-name/t.json", "cannot be written"),
-    ],
-)
-def test_what_cannot_be_written_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=f"--trace {name}: {why}.*; choose a file in a dir"):
-        check_trace(name)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_or_file_without_the_right_is_refused(tmp_path: Path) -> None:
-    closed, file = tmp_path / "closed", tmp_path / "file"
-    closed.mkdir(mode=0o500)
-    file.touch(mode=0o400)
-    with pytest.raises(ConfigError, match="Permission denied"):
-        check_trace(str(closed / "t.json"))
-    with pytest.raises(ConfigError, match="may not be written"):
-        check_trace(str(file))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.launcher.fakes import tiny_model
-from unisono.launcher.verify.options import check_page, read_choices, with_defaults
+from unisono.launcher.verify.options import read_choices, with_defaults
 from unisono.launcher.verify.plan import (
     COMPANY,
     Reach,
@@ -378,12 +377,3 @@ def test_graphs_are_refused_where_there_are_none(device: str, attn: str, message
     with pytest.raises(ConfigError) as caught:
         with_defaults(choices, worker(device, attn))
     assert str(caught.value).startswith(message)
-
-
-def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    check_page(tmp_path / "new.html")
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ConfigError, match=r"^--html .*: this is no file; name one"):
-        check_page(tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot be written \(no such file or directory\); name"):
-        check_page(tmp_path / "gone" / "page.html")

@@ -272,7 +272,7 @@ class Checker(RuleBasedStateMachine):
             else:
                 assert num_drafts == 0
                 assert start % 64 == 0, "a row begins off the grid"
-                self.seen["resumed chunks"] += phase == Phase.CHUNK and asked.num_admissions > 1
+                self.seen["resumed chunks"] += phase == Phase.CHUNK and asked.num_preemptions > 0
 
     def _check_names(self, plan: StepPlan) -> None:
         """A step gets nothing that one in flight names, nor finds what one in flight makes."""

@@ -160,7 +160,7 @@ def test_it_sleeps_between_steps_and_every_answer_is_whole() -> None:
     assert orders(ranks) == [Release(weights=False), *deep, *deep]
     assert any(isinstance(each, StepPlan) for each in ranks.log[: ranks.log.index(Release())])
     ended = [message for message in client.sent if isinstance(message, Finished)]
-    assert any(message.num_preemptions == 2 for message in ended)
+    assert {message.num_preemptions for message in ended} == {0}, "a pause is no lack of memory"
     check_answers(client)
 
 
