@@ -22,6 +22,7 @@ from typing import NoReturn
 import click
 
 import unisono
+from unisono.launcher.diagnosis import asks_too_much
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import EngineError, RequestRejected, WorkerLost
 
@@ -120,7 +121,7 @@ def run(arguments: list[str]) -> int:
     except (Interrupted, KeyboardInterrupt, click.Abort) as stop:
         return 128 + (stop.signum if isinstance(stop, Interrupted) else signal.SIGINT)
     except EngineError as error:
-        return report(error, str(error), EXIT_FAULT)
+        return report(error, str(error), EXIT_USER if asks_too_much(error) else EXIT_FAULT)
     except BrokenPipeError as error:
         return _output_gone() if _streams_without_reader() else _report_bug(error, report)
     except Exception as error:

@@ -21,6 +21,9 @@ STEP_PHASE = "step"
 LONGEST_MESSAGE = 500
 """Characters of an exception's message in the line; the traceback has all of it."""
 
+OUT_OF_MEMORY = "OutOfMemory"
+"""The error by which a rank says so (workers/memory.py, which needs torch)."""
+
 
 def is_certain(failures: Sequence[Failed], exits: Sequence[Exit]) -> bool:
     """Whether the cause is among these, so that nobody need wait for more reports."""
@@ -48,6 +51,11 @@ def diagnose(
     if failures:
         return _of_failure(min(failures, key=lambda failed: (failed.rank < 0, failed.secondary)))
     return _of_exit(exits[0], phases)
+
+
+def asks_too_much(error: BaseException) -> bool:
+    """Whether ranks have no memory for what the options ask of them: others can be chosen."""
+    return isinstance(error, WorkerLost) and error.error == OUT_OF_MEMORY
 
 
 def too_late(phases: Mapping[str, str], timeout_s: float, what: str = "start-up") -> WorkerLost:

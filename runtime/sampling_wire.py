@@ -65,12 +65,12 @@ def _slot_sampling(request: Request, eos_token_ids: Iterable[int]) -> SlotSampli
         top_p=params.top_p,
         min_p=params.min_p,
         top_k=params.top_k,
-        seed=_noise_seed(params.seed, request.prompt_ids),
+        seed=noise_seed(params.seed, request.prompt_ids),
         rejects=int(request.rejects),
     )
 
 
-def _noise_seed(seed: int, prompt_ids: array[int]) -> int:
+def noise_seed(seed: int, prompt_ids: array[int]) -> int:
     """The seed of the noise: prompts that share a seed must not share their noise."""
     digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8)
     digest.update(prompt_ids.tobytes())

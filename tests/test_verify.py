@@ -85,7 +85,7 @@ def test_a_sound_model_passes(checkpoint: Callable[[str], Path], model: str, dty
     whole = task(path, matrix((1, 2), (dtype,), axes, seeded=True, full=False), num_prompts=3)
     verdicts = judged(whole, opener(path))
     assert all(verdict.ok for verdict in verdicts), table_text(verdicts)
-    assert {verdict.against for verdict in verdicts} == {"itself", "plain", "1 rank"}
+    assert {verdict.against for verdict in verdicts} == {"-", "plain", "1 rank"}
     assert all(verdict.num_tokens >= 18 for verdict in verdicts if verdict.bound is None)
     cut = next(verdict for verdict in verdicts if verdict.bound is not None)
     assert cut.closeness is not None
@@ -206,6 +206,39 @@ def checked(rank: int, ops: Ops) -> Mapping[str, Any]:
         return out * (1 + 1e-6) if 2 <= len(q) <= 4 else out
 
     return {"paged_attention": attention}
+
+
+def hides_its_best(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """Rank 1 never offers the best of its ids, drawn or not."""
+
+    def without_best(choose: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def keys(logits: Tensor, *args: Any) -> Tensor:
+            best = logits.argmax(-1, keepdim=True)
+            return choose(logits.scatter(1, best, float("-inf")), *args)
+
+        return keys
+
+    names = ("argmax_keys", "noisy_argmax_keys")
+    return {name: without_best(getattr(ops, name)) for name in names} if rank == 1 else {}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_choice_that_only_two_ranks_get_wrong_is_no_near_tie(
+    checkpoint: Callable[[str], Path], dtype: str
+) -> None:
+    """Their logits are as near to one rank's as they should be."""
+    path = checkpoint("llama")
+    pair = [replace(PLAIN, tp=tp, dtype=dtype) for tp in (1, 2)]
+    drawn = [replace(each, seeded=True) for each in pair]
+    whole = task(path, [pair[0], drawn[0], pair[1], drawn[1]], num_prompts=8)
+    verdicts = {each.setting: each for each in judged(whole, opener(path, hides_its_best))}
+    assert all(verdicts[each].ok for each in (pair[0], drawn[0]))
+    for setting in (pair[1], drawn[1]):
+        found = verdicts[setting]
+        assert not found.ok
+        assert "would be a near tie" in found.note, found.note
+        assert found.closeness is not None
+        assert found.closeness.relative_rms <= (found.bound or 0)
 
 
 @pytest.mark.parametrize(("model", "tp"), [("llama", 2), ("qwen3-next+mtp", 1)])

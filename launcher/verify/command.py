@@ -40,6 +40,7 @@ from unisono.launcher.verify.prompts import id_prompts, prompt_lengths, text_pro
 from unisono.launcher.verify.report import Report, as_json, closing_line, finding_text, table_text
 from unisono.launcher.verify.run import Channel
 from unisono.launcher.verify.task import Task
+from unisono.models.config import ConfigError
 
 OPTIONS = (
     "device",
@@ -202,6 +203,7 @@ class _Bench:
             verdicts=course.verdicts,
             findings=course.findings,
             num_verdicts=self.task.num_verdicts,
+            num_promises=self.task.num_promises,
             seconds=seconds,
         )
 
@@ -234,7 +236,13 @@ def _prepare(model: str, options: Mapping[str, Any], choices: Choices, console: 
         model=first.worker.model,
         again=reload_order(model, first.worker),
         oracle=choices.oracle,
+        unasked=frozenset(choices.unasked),
     )
+    if not task.num_promises:
+        raise ConfigError(
+            "every axis has its plain value alone, and nothing would be compared; choose others of "
+            "--batch, --chunk, --prefix-cache, --graphs, or more ranks: --tp 1,2"
+        )
     if task.oracle:
         check_oracle(first.source, first.worker, dtypes, task.sizes.longest + 1)
     oracle = Oracle(

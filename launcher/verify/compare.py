@@ -9,23 +9,26 @@ and is not compared.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from unisono.launcher.verify.bounds import (
-    ORACLE_TIE,
-    TIE,
     Closeness,
     Entry,
     closeness,
     entries,
     largest_between,
     margin_between,
+    margin_to_best,
+    oracle_tie,
+    rank_tie,
 )
 from unisono.launcher.verify.plan import Setting, what_was_missed
 from unisono.launcher.verify.run import NUM_TOP, Answer, Run
 
 ORACLE = "transformers"
+BASE = "-"
+"""Stands for what the plain run is compared with: the others are compared with it."""
 MISSING = -1
 """Stands for a token that did not come."""
 
@@ -72,7 +75,7 @@ class Verdict:
 
     setting: Setting
     against: str
-    """What it was compared with: itself, plain, a rank count or another program."""
+    """What it was compared with: nothing, plain, a rank count or another program."""
     requests: tuple[Compared, ...] = ()
     num_other_logits: int = 0
     first: Difference | None = None
@@ -85,6 +88,9 @@ class Verdict:
     ok: bool = True
     is_lost: bool = False
     """The engine was lost, here or where it is compared with."""
+    is_promise: bool = True
+    """Whether anything was compared: not of the plain run that others are compared with, nor of
+    what was out of reach."""
     seconds: float = 0.0
 
     @property
@@ -97,8 +103,11 @@ class Verdict:
         return sum(request.num_other for request in self.requests)
 
 
-def judge(run: Run, plain: Run) -> Verdict:
-    """Compare a run with the plain one of its rank count and dtype, bit by bit."""
+def judge(run: Run, plain: Run, unasked: frozenset[str] = frozenset()) -> Verdict:
+    """Compare a run with the plain one of its rank count and dtype, bit by bit.
+
+    `unasked`: axes that are tried by default, and may be out of reach.
+    """
     by_prompt = {answer.prompt: answer for answer in plain.answers}
     requests: list[Compared] = []
     num_other_logits = 0
@@ -121,15 +130,18 @@ def judge(run: Run, plain: Run) -> Verdict:
     firsts = [request.first for request in requests if request.first is not None]
     missed = what_was_missed(run.setting, run.reach)
     fault = _fault(run, plain)
-    note = fault or (f"not reached: {missed}" if missed else "")
+    note = fault or (f"not reached: {', '.join(missed.values())}" if missed else "")
+    # What nobody asked for may be out of reach of these prompts: then it says nothing.
+    is_void = not fault and bool(missed) and missed.keys() <= unasked
     return Verdict(
         setting=run.setting,
-        against="itself" if run is plain else "plain",
+        against=BASE if run is plain else "plain",
         requests=tuple(requests),
         num_other_logits=num_other_logits,
         first=min(firsts, key=lambda each: each.token, default=None),
         note=note,
-        ok=not firsts and not note,
+        ok=not firsts and (not note or is_void),
+        is_promise=run is not plain and not is_void,
         is_lost=bool(fault),
     )
 
@@ -150,20 +162,55 @@ def judge_ranks(
         (list(entries(mine, NUM_TOP)), list(entries(theirs, NUM_TOP)))
         for mine, theirs in zip(forced, base_forced, strict=True)
     ]
-    requests = []
-    for place, (want, got) in enumerate(zip(base.answers, run.answers, strict=True)):
-        first = next((each for each in _differences(want, got, place) if each.is_token), None)
-        count = len(want.token_ids) if first is None else first.token + 1
-        if first is not None and MISSING not in (first.want, first.got):
+    firsts = first_tokens(run, base)
+    for place, first in firsts.items():
+        if MISSING not in (first.want, first.got):
             # The last entries are those of the answer.
-            at = len(pairs[place][1]) - len(want.token_ids) + first.token
-            first = _measured(first, pairs[place][0][at], pairs[place][1][at])
-        requests.append(
-            Compared(prompt=want.prompt, num_tokens=count, num_other=first is not None, first=first)
-        )
-    count = base.setting.tp
-    against = f"{count} rank" + ("s" if count > 1 else "")
-    return _within(run.setting, against, requests, closeness(pairs), bound, TIE)
+            at = len(pairs[place][1]) - len(base.answers[place].token_ids) + first.token
+            mine, theirs = pairs[place][0][at], pairs[place][1][at]
+            first = _measured(first, mine, theirs)
+            # What it chose must be what its own logits say, too.
+            own = margin_to_best(mine, first.got)
+            firsts[place] = replace(first, margin=max(_width(first), own))
+    near = closeness(pairs)
+    requests = _of_ranks(base, firsts)
+    return _within(
+        run.setting, ranks_name(base.setting), requests, near, bound, rank_tie(near, bound)
+    )
+
+
+def judge_drawn(
+    run: Run, base: Run, margins: Mapping[int, float], near: Closeness, bound: float
+) -> Verdict:
+    """Compare what a rank count draws with what the least one does.
+
+    `margins`: by request, at its first other token (`first_tokens`), between the two candidates
+    with their noise, in units of logits. `near`: of the greedy answers of the two.
+    """
+    firsts = {
+        place: replace(first, margin=margins.get(place))
+        for place, first in first_tokens(run, base).items()
+    }
+    requests = _of_ranks(base, firsts)
+    return _within(
+        run.setting, ranks_name(base.setting), requests, near, bound, rank_tie(near, bound)
+    )
+
+
+def first_tokens(run: Run, base: Run) -> dict[int, Difference]:
+    """By request: the first token that is another one than that of `base`."""
+    found = {}
+    for place, (want, got) in enumerate(zip(base.answers, run.answers, strict=True)):
+        for each in _differences(want, got, place):
+            if each.is_token:
+                found[place] = each
+                break
+    return found
+
+
+def ranks_name(setting: Setting) -> str:
+    """How a rank count is called where another one is judged against it."""
+    return f"{setting.tp} rank" + ("s" if setting.tp > 1 else "")
 
 
 def judge_oracle(
@@ -201,7 +248,8 @@ def judge_oracle(
                 first=max(found, key=_width, default=None),
             )
         )
-    return _within(run.setting, ORACLE, requests, closeness(pairs), bound, ORACLE_TIE)
+    near = closeness(pairs)
+    return _within(run.setting, ORACLE, requests, near, bound, oracle_tie(near, bound))
 
 
 def with_margin(verdict: Verdict, plain: Answer, other: Answer) -> Verdict:
@@ -223,14 +271,14 @@ def _within(
     bound: float,
     tie: float,
 ) -> Verdict:
-    """The verdict where only closeness is promised: what differs must be a near tie."""
+    """The verdict where only closeness is promised: what differs must be nearer than `tie`."""
     firsts = [request.first for request in requests if request.first is not None]
     worst = max(firsts, key=_width, default=None)
     note = ""
     if worst is not None and worst.margin is None:
         note = "an answer has another length"
-    elif worst is not None and not _width(worst) < tie * bound * near.scale:
-        note = f"a token differs at a margin of {worst.margin:.2g}: more than a near tie"
+    elif worst is not None and not _width(worst) <= tie:
+        note = f"a token differs at a margin of {worst.margin:.2g}: {tie:.2g} would be a near tie"
     if not near.relative_rms <= bound:
         off = f"{near.relative_rms:.2g}; {bound:.2g} is allowed"
         note = f"log-probabilities are off by {off}"
@@ -244,6 +292,19 @@ def _within(
         note=note,
         ok=not note,
     )
+
+
+def _of_ranks(base: Run, firsts: Mapping[int, Difference]) -> list[Compared]:
+    """Each request up to its first other token: behind it everything may be another."""
+    return [
+        Compared(
+            prompt=want.prompt,
+            num_tokens=firsts[place].token + 1 if place in firsts else len(want.token_ids),
+            num_other=place in firsts,
+            first=firsts.get(place),
+        )
+        for place, want in enumerate(base.answers)
+    ]
 
 
 def _differences(want: Answer, got: Answer, place: int) -> Iterator[Difference]:

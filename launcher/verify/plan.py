@@ -293,10 +293,12 @@ def by_engine(
     return groups
 
 
-def what_was_missed(setting: Setting, reach: Reach) -> str:
-    """Say what of `setting` its run did not test; "": all was met."""
-    reasons = [axis.missed(setting, reach) for axis in AXES if not _is_plain(setting, axis)]
-    return ", ".join(filter(None, reasons))
+def what_was_missed(setting: Setting, reach: Reach) -> dict[str, str]:
+    """Return the axes of `setting` that its run did not test, and why."""
+    reasons = {
+        axis.name: axis.missed(setting, reach) for axis in AXES if not _is_plain(setting, axis)
+    }
+    return {name: why for name, why in reasons.items() if why}
 
 
 def _pruned(plain: Setting, values: Mapping[str, Sequence[Any]]) -> Iterator[Setting]:

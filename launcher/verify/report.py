@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.launcher.verify.bisect import Finding
-from unisono.launcher.verify.compare import MISSING, Difference, Verdict
+from unisono.launcher.verify.compare import BASE, MISSING, Difference, Verdict
 from unisono.launcher.verify.facts import Facts
 from unisono.launcher.verify.plan import Setting
 
@@ -27,6 +27,8 @@ class Report:
     findings: Mapping[Setting, Finding]
     num_verdicts: int
     """That there were to be."""
+    num_promises: int
+    """Of them, that compare something."""
     seconds: float
 
     @property
@@ -84,6 +86,8 @@ def verdict_text(verdict: Verdict) -> str:
         return verdict.note
     if verdict.first is not None and not verdict.ok:
         return difference_text(verdict.first)
+    if verdict.against == BASE:
+        return "base"
     if verdict.bound is not None:
         count = verdict.num_other_tokens
         ties = f", {count} near tie{'s' if count > 1 else ''}" if count else ""
@@ -106,7 +110,7 @@ def difference_text(first: Difference) -> str:
 def outcome_text(verdict: Verdict) -> str:
     """One line on one verdict."""
     setting = verdict.setting
-    beside = "" if verdict.against in ("itself", "plain") else f" against {verdict.against}"
+    beside = "" if verdict.against in (BASE, "plain") else f" against {verdict.against}"
     return (
         f"{ranks_text(setting)}, {setting.label}{beside}: {verdict_text(verdict)}; "
         f"{verdict.num_tokens:,} tokens, {verdict.seconds:.1f} s"
@@ -115,11 +119,12 @@ def outcome_text(verdict: Verdict) -> str:
 
 def closing_line(report: Report) -> str:
     """Count what was promised and held."""
-    held = sum(verdict.ok for verdict in report.verdicts)
-    tokens = sum(verdict.num_tokens for verdict in report.verdicts)
-    text = f"{held} of {len(report.verdicts)} promises hold"
+    promises = [verdict for verdict in report.verdicts if verdict.is_promise]
+    held = sum(verdict.ok for verdict in promises)
+    tokens = sum(verdict.num_tokens for verdict in promises)
+    text = f"{held} of {len(promises)} promises hold"
     if not report.is_complete:
-        text = f"interrupted: {text}, of {report.num_verdicts} to be tested"
+        text = f"interrupted: {text}, of {report.num_promises} to be tested"
     return f"{text}: {tokens:,} tokens and their logits compared in {report.seconds:.0f} s"
 
 
@@ -149,6 +154,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "largest": None if near is None else _number(near.largest),
                 "bound": verdict.bound,
                 "note": verdict.note,
+                "promise": verdict.is_promise,
                 "ok": verdict.ok,
                 "seconds": round(verdict.seconds, 3),
                 "finding": _finding(report.findings, verdict),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.launcher.verify.plan import Setting, Sizes, by_engine
@@ -23,6 +23,8 @@ class Task:
     """What has an engine load the weights that it has."""
     oracle: bool = False
     """Whether another program is asked too."""
+    unasked: frozenset[str] = frozenset()
+    """Axes that are tried by default."""
 
     @property
     def sizes(self) -> Sizes:
@@ -43,10 +45,16 @@ class Task:
         """Settings by the engine they share, and its options."""
         return by_engine(self.settings, self.sizes)
 
+    @property
+    def num_promises(self) -> int:
+        """At the most: what others are compared with is compared with nothing."""
+        seeded = {each.seeded for each in self.settings}
+        return self.num_verdicts - len(self.bases) * len(seeded)
+
     def base_of(self, setting: Setting) -> Setting:
         """The plain setting of the least rank count, which other counts are judged against."""
         same = [other for other in self.settings if other.dtype == setting.dtype]
-        return min(same, key=lambda other: other.tp).plain
+        return replace(min(same, key=lambda other: other.tp).plain, seeded=setting.seeded)
 
     @property
     def forced(self) -> set[Setting]:
@@ -61,5 +69,6 @@ class Task:
 
     @property
     def bases(self) -> list[Setting]:
-        """Plain settings of the least rank count, one for each dtype."""
-        return list(dict.fromkeys(map(self.base_of, self.settings)))
+        """Greedy plain settings of the least rank count, one for each dtype."""
+        greedy = [each for each in self.settings if not each.seeded]
+        return list(dict.fromkeys(map(self.base_of, greedy)))

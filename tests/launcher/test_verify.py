@@ -174,8 +174,9 @@ Run = Callable[..., tuple[int, str, str]]
         (("--attn", "best"), "--attn best: choose auto, triton, torch-flash or reference"),
         (("--against", "vllm"), "--against vllm: choose transformers"),
         (("--against", "transformers"), "--against transformers: the weights of "),
-        (("--html", "/no/such/page.html"), "--html /no/such/page.html: cannot be written (no such"),
-        (("--html", "/"), "--html /: this is no file; name one"),
+        (("--html", "/no/such/page.html"), "--html /no/such/page.html: cannot be written (No such"),
+        (ALONE, "every axis has its plain value alone, and nothing would be compared"),
+        (("--html", "/"), "--html /: is no file; choose a file"),
         (("--max-tokens", "127"), "--max-tokens 127: the model's limit is 128 tokens, prompt incl"),
         (("--tp", "1,99"), "tp=99"),
         (("--chunk", "none,256"), "--chunk 256: no prompt is longer, since with --max-tokens 4"),
@@ -211,7 +212,7 @@ def test_two_engines_run_two_rank_counts_and_each_verdict_is_a_line(
     outcome = r"unisono: 3 of 18: 1 rank, float32, batch 8, chunk 64: equal; 32 tokens, \d+\.\d s"
     assert re.fullmatch(outcome, lines[3])
     assert lines[11].startswith("unisono: 10 of 18: 2 ranks, float32, plain against 1 rank: within")
-    assert lines[-1].startswith("18 of 18 promises hold: ")
+    assert lines[-1].startswith("16 of 16 promises hold: ")
     assert page.read_text().startswith("<!doctype html>")
     prints = [entry["numerics"] for entry in said["fingerprints"]]
     assert [text.split(" unisono")[0] for text in prints] == [
@@ -255,7 +256,7 @@ def test_on_a_gpu_graphs_are_an_axis_with_an_engine_of_its_own(
     assert [entry["tokens"] for entry in said["settings"] if entry["graphs"]] == [24, 64, 96]
     for option in (("--graphs", "off"), ("--attn", "reference")):
         engines.started.clear()
-        run(model, *RANDOM, *ALONE, *option)
+        run(model, *RANDOM, *ALONE, "--batch", "1,2", *option)
         assert [engine.worker.no_graphs for engine in engines.started] == [True]
     assert run(model, *RANDOM, "--graphs", "on", "--attn", "reference")[0] == 2
 
@@ -294,7 +295,8 @@ def test_answers_long_enough_are_interrupted_by_sleep_and_reload(
     deep = [Sleep(level=2), Wake()]
     again = Reload(path=model, load_format="random")
     assert engine.ordered == [*deep, *nap, again, *deep, again, *nap]
-    assert len(json.loads(run(model, *RANDOM, *ALONE, "--json")[1])["settings"]) == 1, "too short"
+    short = run(model, *RANDOM, *ALONE, "--batch", "1,2", "--json")[1]
+    assert len(json.loads(short)["settings"]) == 2, "too short"
 
 
 @pytest.mark.parametrize("axis", ["sleep", "reload"])
@@ -376,14 +378,14 @@ def test_what_was_judged_is_shown_when_it_is_interrupted(
     code, out, err = run(model, *RANDOM, "--html", str(page))
     assert code == 143
     table = out.splitlines()
-    assert [line.split()[2:-6] for line in table if line.endswith("equal")] == [
+    assert [line.split()[2:-6] for line in table if line.endswith(("equal", "base"))] == [
         ["plain"],
         ["batch", "8"],
         ["batch", "8,", "chunk", "64"],
     ]
     last = err.splitlines()[-1]
-    assert last.startswith("interrupted: 3 of 3 promises hold, of 7 to be tested: ")
-    assert "of 7 to be tested" in page.read_text()
+    assert last.startswith("interrupted: 2 of 2 promises hold, of 6 to be tested: ")
+    assert "of 6 to be tested" in page.read_text()
 
 
 ENDED = """
@@ -412,8 +414,8 @@ def test_a_job_that_is_ended_keeps_what_was_judged(model: str) -> None:
         process.terminate()
         out, err = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert out.count("equal") == 2
-    assert err.startswith("interrupted: 2 of 2 promises hold, of 7 to be tested: ")
+    assert (out.count("base"), out.count("equal")) == (1, 1)
+    assert err.startswith("interrupted: 1 of 1 promises hold, of 6 to be tested: ")
 
 
 def test_before_the_first_verdict_there_is_nothing_to_show(
@@ -436,7 +438,7 @@ def test_a_difference_ends_with_1_and_is_on_the_page(
     code, out, err = run(model, *RANDOM, *axes, *options)
     assert code == 1
     assert re.search(r"prompt 0, token 3: \d+ for \d+", " ".join(out.split()))
-    assert "1 of 2 promises hold" in err
+    assert "0 of 1 promises hold" in err
     assert "16 of 16 requests differ" in page.read_text()
 
 
@@ -446,7 +448,8 @@ def test_a_page_that_cannot_be_written_after_all_ends_with_1(
     place = tmp_path / "pages"
     place.mkdir()
     engines.on_setting = lambda number: shutil.rmtree(place, ignore_errors=True)
-    code, out, err = run(model, *RANDOM, *ALONE, "--html", str(place / "page.html"))
+    options = (*ALONE, "--batch", "1,2", "--html", str(place / "page.html"))
+    code, out, err = run(model, *RANDOM, *options)
     assert (code, out.count("equal")) == (1, 1)
     assert re.search(r"^unisono: --html .*page.html: not written: No such file", err, re.MULTILINE)
 
@@ -457,13 +460,13 @@ def test_a_terminal_gets_a_bar_and_no_lines(
     labels = []
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(Bar, "show", lambda self, label, done, total: labels.append((label, done)))
-    code, _, err = run(model, *RANDOM, *ALONE, "--seeded")
+    code, _, err = run(model, *RANDOM, *ALONE, "--batch", "1,2")
     assert code == 0
     assert labels == [
         ("settings", 0),
         ("starting 1 rank, float32", 0),
         ("1 rank, float32, plain", 0),
-        ("1 rank, float32, seeded", 1),
+        ("1 rank, float32, batch 2", 1),
     ]
     assert "of 2:" not in err
 
@@ -511,4 +514,4 @@ def test_an_engine_that_does_not_start_fails_all_its_settings(
     assert {entry["note"] for entry in said["settings"]} == {
         "failed: rank 0 failed in phase 'load weights'"
     }
-    assert "0 of 7 promises hold" in err
+    assert "0 of 6 promises hold" in err

@@ -8,19 +8,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.launcher.fakes import tiny_model
-from unisono.launcher.verify.bounds import closeness, oracle_bound, rank_bound
+from unisono.launcher.verify.bounds import Closeness, closeness, oracle_bound, rank_bound
 from unisono.launcher.verify.compare import (
     MISSING,
     Difference,
+    Verdict,
     judge,
+    judge_drawn,
     judge_oracle,
     judge_ranks,
     with_margin,
 )
+from unisono.launcher.verify.drawing import noise
 from unisono.launcher.verify.plan import Reach, Setting
 from unisono.launcher.verify.run import NUM_TOP, Answer, Run
+from unisono.ops.reference.gumbel import gumbel_noise
 
 PLAIN = Setting(tp=1, dtype="float32")
 PAIR = Setting(tp=2, dtype="float32")
@@ -51,18 +56,24 @@ def wire(rows: Sequence[dict[int, float]], num_top: int = NUM_TOP) -> array[int]
 def test_a_differing_bit_and_a_differing_token_are_told_apart() -> None:
     plain = run_of(PLAIN, [5, 6, 7], [1, 2, 3])
     batch = replace(PLAIN, batch=8)
-    assert judge(plain, plain).ok
+    base = judge(plain, plain)
+    assert (base.ok, base.is_promise) == (True, False)
     bits = judge(run_of(batch, [5, 6, 7], [1, 9, 3]), plain)
     assert bits.first is not None
     assert (bits.ok, bits.num_other_tokens, bits.num_other_logits) == (False, 0, 1)
     assert (bits.first.token, bits.first.is_token) == (1, False)
-    token = judge(run_of(batch, [5, 6, 8], [1, 2, 3]), plain)
+    token_run = run_of(batch, [5, 6, 8], [1, 2, 3])
+    token = judge(token_run, plain)
     assert token.first == Difference(prompt=0, request=0, token=2, want=7, got=8)
     assert [each.first for each in token.requests] == [token.first]
     missed = judge(run_of(replace(PLAIN, chunk=64), [5, 6, 7], [1, 2, 3]), plain)
     assert (missed.ok, missed.note) == (False, "not reached: no prompt is longer than a chunk")
     lost = judge(replace(plain, setting=batch, fault="rank 0 died"), plain)
     assert (lost.ok, lost.is_lost) == (False, True)
+    chunk = run_of(replace(PLAIN, chunk=64), [5, 6, 7], [1, 2, 3])
+    void = judge(chunk, plain, frozenset({"chunk"}))
+    assert (void.ok, void.is_promise, void.note) == (True, False, missed.note)
+    assert not judge(replace(chunk, answers=token_run.answers), plain, frozenset({"chunk"})).ok
     orphan = judge(run_of(batch, [5], [1]), replace(plain, fault="rank 0 died"))
     assert (orphan.ok, orphan.note) == (False, "nothing to compare with: rank 0 died")
 
@@ -102,11 +113,13 @@ def test_closeness_is_measured_over_all_ids_that_both_have() -> None:
         assert not closeness(nothing).relative_rms <= BOUND
 
 
-def ranks(other: float, tokens: list[int]) -> object:
-    """A pair of ranks whose likeliest ids, 5 and 6 in `base`, are `other` apart."""
+def ranks(other: float, tokens: list[int], off: float = 5e-4) -> Verdict:
+    """A pair of ranks whose likeliest ids, 5 and 6 in `base`, are `other` apart; on two ranks the
+    second is likelier by `off`, and the first less likely."""
     base, run = run_of(PLAIN, [5, 5], [1, 2]), run_of(PAIR, tokens, [3, 4])
     rows = [{5: -1.0, 6: -1.0 - other, 7: -9.0}] * 2
-    return judge_ranks(run, base, [wire(rows)], [wire(rows)], BOUND)
+    there = [{5: -1.0 - off, 6: -1.0 - other + off, 7: -9.0}] * 2
+    return judge_ranks(run, base, [wire(there)], [wire(rows)], BOUND)
 
 
 def test_rank_counts_may_part_at_a_near_tie_only() -> None:
@@ -117,11 +130,30 @@ def test_rank_counts_may_part_at_a_near_tie_only() -> None:
     wide = ranks(0.5, [5, 6])
     assert (wide.ok, wide.note) == (
         False,
-        "a token differs at a margin of 0.5: more than a near tie",
+        "a token differs at a margin of 0.5: 0.0026 would be a near tie",
     )
+    assert not ranks(1e-3, [5, 6], off=1e-5).ok, "no difference of theirs explains it"
     # An id that is not among the likeliest is at least as far as the last of them.
     assert not ranks(1e-3, [5, 8]).ok
     assert ranks(0.5, [5]).note == "an answer has another length"
+
+
+def test_drawn_tokens_may_be_others_at_a_near_tie_only() -> None:
+    base, run = run_of(PLAIN, [5, 5, 5], [1, 2, 3]), run_of(PAIR, [5, 6, 9], [1, 2, 3])
+    near = Closeness(relative_rms=1e-4, scale=8.0, largest=0.0, num_equal=0, spread=())
+    tie = judge_drawn(run, base, {0: 4e-3}, near, BOUND)
+    assert (tie.ok, tie.num_tokens, tie.num_other_tokens) == (True, 2, 1)
+    wide = judge_drawn(run, base, {0: 6e-3}, near, BOUND)
+    assert (wide.ok, wide.first and wide.first.got) == (False, 6)
+    assert judge_drawn(base, base, {}, near, BOUND).num_other_tokens == 0
+
+
+def test_the_noise_of_a_token_is_that_of_the_ranks() -> None:
+    seeds, positions = torch.tensor([0, 2**63 - 1]), torch.tensor([0, 40_000])
+    want = gumbel_noise(seeds, positions, 1000, 3).tolist()
+    for seed, position, row in zip(seeds.tolist(), positions.tolist(), want, strict=True):
+        got = [noise(seed, position, 1000 + at) for at in range(3)]
+        assert got == pytest.approx(row, rel=1e-12)
 
 
 def test_rank_counts_are_held_to_the_bound() -> None:

@@ -49,7 +49,7 @@ NEAR = Closeness(
 )
 EQUAL = Verdict(
     setting=PLAIN,
-    against="itself",
+    against="plain",
     requests=tuple(Compared(prompt=number, num_tokens=1000) for number in range(2)),
 )
 OTHER = Verdict(
@@ -79,6 +79,7 @@ def report(*verdicts: Verdict, total: int = 0) -> Report:
         verdicts=verdicts,
         findings=findings if OTHER in verdicts else {},
         num_verdicts=total or len(verdicts),
+        num_promises=total or len(verdicts),
         seconds=9.6,
     )
 
