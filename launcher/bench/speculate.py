@@ -46,6 +46,7 @@ from unisono.launcher.prompts import gather_prompts, tokenize_prompts
 from unisono.launcher.resolve import Prepared
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import SamplingParams
+from unisono.workers.config import MOST_REQUESTS
 
 ENGINE_OPTIONS = tuple(name for name in OPTIONS if name != "trace")
 """A trace is of one engine; here are several."""
@@ -153,8 +154,8 @@ def make_plan(*, model: str, **values: Any) -> SpeculateBench:
             raise ConfigError(f"--{name} {values[name]}: must be at least 1")
     option_spec("temperature").check(values["temperature"])
     forced = forced_share(values["force_acceptance"])
-    drafts = _numbers("--drafts", values["drafts"], MOST_DRAFTS)
-    batches = _numbers("--batch", values["batch"], None)
+    drafts = sorted(whole_numbers("--drafts", values["drafts"], MOST_DRAFTS, "1,3"))
+    batches = sorted(whole_numbers("--batch", values["batch"], MOST_REQUESTS, "1,8"))
     options = {
         **given(values, ENGINE_OPTIONS),
         "max_requests": max(batches),
@@ -191,7 +192,7 @@ def make_plan(*, model: str, **values: Any) -> SpeculateBench:
     return SpeculateBench(
         model=model,
         settings=tuple(settings),
-        batches=batches,
+        batches=tuple(batches),
         asked=tuple(asked),
         repeats=values["repeats"],
         knows_text=knows_text,
@@ -285,12 +286,3 @@ def _prompts(
     asked = gather_prompts(() if prompts_file else PROMPTS, prompts_file, sys.stdin)
     requests = tokenize_prompts(asked, tokenizer, raw=False, system=None)
     return [list(request.prompt_ids) for request in requests], True
-
-
-def _numbers(flag: str, text: str, most: int | None) -> tuple[int, ...]:
-    """Ascending. Raises ConfigError."""
-    legal = f"1 to {most}" if most else "1 or more"
-    numbers = whole_numbers(flag, text, f"of {legal}, as 1,3")
-    if most and (large := [number for number in numbers if number > most]):
-        raise ConfigError(f"{flag} {text}: {large[0]} is not of {legal}")
-    return tuple(sorted(numbers))
