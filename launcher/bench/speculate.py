@@ -140,8 +140,11 @@ def speculate_command(model: str, **values: Any) -> int:
     advice = {str(batch): recommended(lines, batch) for batch in plan.batches}
     report.line()
     for each, best in advice.items():
-        report.line(f"batch {each}: {advice_of(lines, int(each), best)}")
-    result = {"bench": "speculate", "recommended": advice, "lines": lines}
+        report.line(f"batch {each}: {advice_of(lines, int(each), best, plan.forced)}")
+    marked = {
+        each: f"{SYNTHETIC}: {best}" if plan.forced else best for each, best in advice.items()
+    }
+    result = {"bench": "speculate", "recommended": marked, "lines": lines}
     report.end({**facts, "synthetic": plan.forced, **result, "numerics_of": numerics})
     check_same(lines, numerics)
     return 0
@@ -239,13 +242,16 @@ def recommended(lines: Sequence[Mapping[str, Any]], batch: int) -> str:
     return drafts if best["speedup"] >= WORTH else OFF
 
 
-def advice_of(lines: Sequence[Mapping[str, Any]], batch: int, best: str) -> str:
-    """The same in words."""
+def advice_of(
+    lines: Sequence[Mapping[str, Any]], batch: int, best: str, forced: float = 0.0
+) -> str:
+    """The same in words; synthetic where a share of the drafts was `forced`."""
+    mark = f"SYNTHETIC, {forced:g} right: " if forced else ""
     if best == OFF:
-        return "no number of drafts pays; leave --speculate off"
+        return f"{mark}no number of drafts pays; leave --speculate off"
     line = next(e for e in lines if e["batch"] == batch and e["drafts"] == best)
     return (
-        f"--speculate {best}, {line['speedup']:.2f} times as fast as without "
+        f"{mark}--speculate {best}, {line['speedup']:.2f} times as fast as without "
         f"({line['tokens_per_step']:.2f} tokens a step)"
     )
 

@@ -79,6 +79,7 @@ def test_the_fastest_is_recommended_if_it_is_worth_it(speeds, best):
     assert recommended(lines, 2) == best
     words = advice_of(lines, 2, best)
     assert ("leave --speculate off" in words) == (best == "off")
+    assert advice_of(lines, 2, best, 0.9) == f"SYNTHETIC, 0.9 right: {words}"
     assert len(words) < WIDTH
 
 
@@ -148,3 +149,5 @@ def test_forced_acceptance_is_labelled_wherever_it_shows():
     assert min(forced["right"]) > 0.85
     [shown] = [each for each in rest.splitlines() if each.split()[:2] == ["2", "2"]]
     assert "synthetic" in shown
+    assert "batch 2: SYNTHETIC, 1 right: " in rest
+    assert found["recommended"]["2"].startswith("synthetic: ")
