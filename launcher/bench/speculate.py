@@ -166,7 +166,8 @@ def make_plan(*, model: str, **values: Any) -> SpeculateBench:
     }
     prompts, knows_text = _prompts(model, options, values["prompts_file"])
     prompts = list(islice(cycle(prompts), max(batches)))
-    longest = max(map(len, prompts)) + values["tokens"]
+    longest_prompt = max(map(len, prompts))
+    longest = longest_prompt + values["tokens"]
     settings = [
         (
             each,
@@ -174,7 +175,11 @@ def make_plan(*, model: str, **values: Any) -> SpeculateBench:
                 model,
                 {**options, "max_model_len": longest, "speculate": each},
                 f"--tokens {values['tokens']}: a prompt and its answer may have {longest} tokens",
-                lambda limit: f"choose at most {limit - max(map(len, prompts))}",
+                lambda limit: (
+                    f"choose at most {limit - longest_prompt}"
+                    if limit > longest_prompt
+                    else f"a prompt has {longest_prompt} by itself; choose a shorter one"
+                ),
                 forced,
             ),
         )

@@ -104,6 +104,14 @@ def test_what_cannot_be_is_refused(options, message, capsys):
     assert err.count("\n") == 1
 
 
+def test_a_prompt_that_leaves_no_room_is_what_is_too_long(tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("x = 1 " * 4000)
+    err = command.refused(capsys, "bench", "speculate", "tiny-mtp", "--prompts-file", str(file))
+    assert "limit is 2048: a prompt has " in err
+    assert "choose a shorter one" in err
+
+
 def test_none_to_eight_drafts_are_tried_unless_one_says():
     asked = speculate_command.make_context("speculate", ["tiny-mtp"]).params
     plan = make_plan(**asked)
