@@ -18,7 +18,16 @@ METAVARS = {
     PAIRS: "ID:X,ID:X,...",
 }
 """What stands for a value in the help."""
+_DIGITS = re.compile("[0-9]{1,18}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def whole_number(text: str) -> int | None:
+    """The number that `text` writes in ASCII digits; None if it is none, or has more than 18 of
+    them. (`str.isdigit` is true of digits that `int` refuses, such as ², and `int` refuses texts of
+    thousands of digits.)
+    """
+    return int(text) if _DIGITS.fullmatch(text) else None
 
 
 def _int_tuple(text: str) -> tuple[int, ...]:

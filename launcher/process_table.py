@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import unisono
 from unisono.launcher.cluster import SESSION_VARIABLE, ClusterFacts, check_cluster_tp
 from unisono.launcher.config import LaunchConfig
+from unisono.launcher.option_kinds import whole_number
 from unisono.runtime.config import RuntimeOrders
 from unisono.workers.channel import CurveKeys
 from unisono.workers.orders import WorkerOrders
@@ -85,10 +86,7 @@ def process_table(
 
 def threads_per_rank(environ: Mapping[str, str], cores: int, ranks: int) -> int:
     """Return the CPU threads of one rank: what the user said, or its share of the cores."""
-    asked = environ.get("OMP_NUM_THREADS", "")
-    if asked.isdigit() and int(asked) > 0:
-        return int(asked)
-    return max(1, cores // ranks)
+    return whole_number(environ.get("OMP_NUM_THREADS", "")) or max(1, cores // ranks)
 
 
 def _local_rank(

@@ -19,6 +19,7 @@ from unisono.launcher.cluster import ClusterFacts, check_cluster_tp
 from unisono.launcher.config import LaunchConfig
 from unisono.launcher.graph_options import resolve_graphs
 from unisono.launcher.model_source import ModelSource, read_source_config, resolve_model
+from unisono.launcher.option_kinds import whole_number
 from unisono.launcher.options import make_launch_config
 from unisono.launcher.result_file import check_result_file
 from unisono.models.config import (
@@ -245,7 +246,8 @@ def count_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     visible = 0
     for entry in environ["CUDA_VISIBLE_DEVICES"].split(","):
         name = entry.strip()
-        if not (name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < present)):
+        number = whole_number(name)
+        if not (name.startswith(("GPU-", "MIG-")) or (number is not None and number < present)):
             break
         visible += 1
     return min(visible, present)

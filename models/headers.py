@@ -272,7 +272,7 @@ def _files_without_index(directory: Path) -> list[Path]:
         )
     totals = {file.stem.rpartition("-of-")[2] for file in files}
     total = totals.pop() if len(totals) == 1 else ""
-    if total.isdigit():
+    if re.fullmatch("[0-9]{1,6}", total):
         width = len(total)
         names = [f"model-{n:0{width}}-of-{total}.safetensors" for n in range(1, int(total) + 1)]
         absent = [name for name in names if not (directory / name).exists()]

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tiny_arguments import LONGEST, parse_arguments
 from tiny_model import CHUNK, TinyModel
 from tiny_text import END, Corpus, read_corpus
 from torch import Tensor
@@ -58,7 +59,7 @@ CONFIG: dict[str, Any] = {
         "mrope_section": [3, 3, 2],
         "mrope_interleaved": True,
     },
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": LONGEST,
     "tie_word_embeddings": True,
     "mtp_num_hidden_layers": 1,
     "bos_token_id": None,
@@ -118,13 +119,13 @@ class Run:
     @property
     def progress(self) -> float:
         """0 to 1, by steps where a number was asked for, so that a run can be repeated."""
-        if self.asked.steps:
+        if self.asked.steps is not None:
             return self.step / self.asked.steps
         return self.seconds / self.asked.seconds
 
 
 def main() -> int:
-    asked = parse_arguments()
+    asked = parse_arguments(__doc__.splitlines()[0])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     torch.manual_seed(asked.seed)
@@ -149,28 +150,12 @@ def main() -> int:
     except Exception:
         traceback.print_exc()
         code = 1
+    if not run.step:
+        # A checkpoint that is there already is better than weights that nothing was done to.
+        print(f"nothing was trained: {asked.output} is left as it is", file=sys.stderr)
+        return 1
     finish(run)
     return code
-
-
-def parse_arguments() -> argparse.Namespace:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--output", type=Path, required=True, help="directory of the checkpoint")
-    options.add_argument("--seconds", type=float, default=220, help="of training")
-    options.add_argument("--steps", type=int, default=0, help="train so many instead")
-    options.add_argument("--batch", type=int, default=0, help="sequences a step (64)")
-    options.add_argument("--length", type=int, default=0, help="tokens of a sequence (512)")
-    options.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--device", help="cuda or cpu")
-    options.add_argument("--tiny", action="store_true", help="a smaller model on a few files")
-    asked = options.parse_args()
-    asked.batch = asked.batch or (4 if asked.tiny else 64)
-    asked.length = asked.length or (128 if asked.tiny else 512)
-    if asked.length % CHUNK:
-        options.error(f"--length {asked.length}: must be a multiple of {CHUNK}")
-    asked.output.mkdir(parents=True, exist_ok=True)
-    return asked
 
 
 # Training
@@ -195,6 +180,8 @@ def train(run: Run) -> None:
         try:
             losses = train_step(model, optimizer, text[first + window].long())
         except torch.OutOfMemoryError:
+            if run.batch == 1:
+                raise
             run.batch //= 2
             print(f"out of memory: batches of {run.batch}", flush=True)
             torch.cuda.empty_cache()

@@ -8,6 +8,7 @@ from unisono.models.config import ModelConfig
 
 BLOCK_SIZE = 64
 """Tokens in one KV block; also the key tile of attention (ops/attention.py)."""
+MOST_REQUESTS = 65_536  # at the same time: far more than memory has room for
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "random")
 DEVICES = ("auto", "cpu", "cuda")

@@ -18,6 +18,7 @@ from unisono.launcher.cluster import detect_cluster
 from unisono.launcher.console import Console
 from unisono.launcher.engine_client import Engine
 from unisono.launcher.host_report import cpu_model
+from unisono.launcher.option_kinds import whole_number
 from unisono.launcher.resolve import Prepared, prepare
 from unisono.launcher.timed import TimedEngine
 from unisono.models.config import ConfigError
@@ -91,13 +92,13 @@ class Got:
         return (self.total_s - self.first_token_s) / later if later > 0 else 0.0
 
 
-def whole_numbers(flag: str, text: str, legal: str) -> tuple[int, ...]:
-    """The numbers from 1 up that `text` lists, each once. `legal` says which those are, for the
-    ConfigError that is raised for others."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
-        raise ConfigError(f"{flag} {text}: expected whole numbers {legal}")
-    return tuple(dict.fromkeys(map(int, parts)))
+def whole_numbers(flag: str, text: str, most: int, example: str) -> tuple[int, ...]:
+    """The numbers of 1 to `most` that `text` lists, each once. Raises ConfigError for others."""
+    numbers = [whole_number(part.strip()) for part in text.split(",")]
+    legal = [number for number in numbers if number and number <= most]
+    if len(legal) < len(numbers):
+        raise ConfigError(f"{flag} {text}: expected whole numbers of 1 to {most}, as {example}")
+    return tuple(dict.fromkeys(legal))
 
 
 def force_option(command: Command) -> Command:

@@ -42,7 +42,7 @@ from unisono.launcher.resolve import Prepared
 from unisono.launcher.roofline import Items, answers_bytes, floor_s
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import SamplingParams
-from unisono.workers.config import WorkerConfig
+from unisono.workers.config import MOST_REQUESTS, WorkerConfig
 from unisono.workers.timings import Machine
 
 ENGINE_OPTIONS = (*OPTIONS, "speculate", "max_requests", "kv_tokens", "memory_utilization")
@@ -167,6 +167,8 @@ def make_plan(*, model: str, **values: Any) -> OfflineBench:
     for name, flag in (("repeats", "--repeats"), ("requests", "--requests"), ("least", "--min")):
         if values[name] is not None and values[name] < 1:
             raise ConfigError(f"{flag} {values[name]}: must be at least 1")
+    if (values["requests"] or 0) > MOST_REQUESTS:
+        raise ConfigError(f"--requests {values['requests']}: must be at most {MOST_REQUESTS}")
     if values["warm_up"] is not None and values["warm_up"] < 0:
         raise ConfigError(f"--warm-up {values['warm_up']}: must be at least 0")
     option_spec("seed").check(values["seed"])
@@ -335,8 +337,11 @@ def _grid(values: Mapping[str, Any]) -> list[tuple[int, int, int]]:
             raise ConfigError(f"{flag} {values[name]}: --grid {text} says how many and how long")
     shapes = []
     for part in text.split(","):
-        match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,6})x([1-9]\d{0,6})", part)
-        if match is None:
-            raise ConfigError(f"--grid {text}: expected NxINxOUT, as 1x128x256,32x128x256")
+        match = re.fullmatch("([1-9][0-9]{0,5})x([1-9][0-9]{0,6})x([1-9][0-9]{0,6})", part)
+        if match is None or int(match[1]) > MOST_REQUESTS:
+            raise ConfigError(
+                f"--grid {text}: expected NxINxOUT, as 1x128x256,32x128x256, N of 1 to "
+                f"{MOST_REQUESTS}"
+            )
         shapes.append((int(match[1]), int(match[2]), int(match[3])))
     return list(dict.fromkeys(shapes))

@@ -46,6 +46,7 @@ from unisono.launcher.prompts import gather_prompts, tokenize_prompts
 from unisono.launcher.resolve import Prepared
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import SamplingParams
+from unisono.workers.config import MOST_REQUESTS
 
 ENGINE_OPTIONS = tuple(name for name in OPTIONS if name != "trace")
 """A trace is of one engine; here are several."""
@@ -139,8 +140,11 @@ def speculate_command(model: str, **values: Any) -> int:
     advice = {str(batch): recommended(lines, batch) for batch in plan.batches}
     report.line()
     for each, best in advice.items():
-        report.line(f"batch {each}: {advice_of(lines, int(each), best)}")
-    result = {"bench": "speculate", "recommended": advice, "lines": lines}
+        report.line(f"batch {each}: {advice_of(lines, int(each), best, plan.forced)}")
+    marked = {
+        each: f"{SYNTHETIC}: {best}" if plan.forced else best for each, best in advice.items()
+    }
+    result = {"bench": "speculate", "recommended": marked, "lines": lines}
     report.end({**facts, "synthetic": plan.forced, **result, "numerics_of": numerics})
     check_same(lines, numerics)
     return 0
@@ -153,8 +157,8 @@ def make_plan(*, model: str, **values: Any) -> SpeculateBench:
             raise ConfigError(f"--{name} {values[name]}: must be at least 1")
     option_spec("temperature").check(values["temperature"])
     forced = forced_share(values["force_acceptance"])
-    drafts = _numbers("--drafts", values["drafts"], MOST_DRAFTS)
-    batches = _numbers("--batch", values["batch"], None)
+    drafts = sorted(whole_numbers("--drafts", values["drafts"], MOST_DRAFTS, "1,3"))
+    batches = sorted(whole_numbers("--batch", values["batch"], MOST_REQUESTS, "1,8"))
     options = {
         **given(values, ENGINE_OPTIONS),
         "max_requests": max(batches),
@@ -162,7 +166,8 @@ def make_plan(*, model: str, **values: Any) -> SpeculateBench:
     }
     prompts, knows_text = _prompts(model, options, values["prompts_file"])
     prompts = list(islice(cycle(prompts), max(batches)))
-    longest = max(map(len, prompts)) + values["tokens"]
+    longest_prompt = max(map(len, prompts))
+    longest = longest_prompt + values["tokens"]
     settings = [
         (
             each,
@@ -170,7 +175,11 @@ def make_plan(*, model: str, **values: Any) -> SpeculateBench:
                 model,
                 {**options, "max_model_len": longest, "speculate": each},
                 f"--tokens {values['tokens']}: a prompt and its answer may have {longest} tokens",
-                lambda limit: f"choose at most {limit - max(map(len, prompts))}",
+                lambda limit: (
+                    f"choose at most {limit - longest_prompt}"
+                    if limit > longest_prompt
+                    else f"a prompt has {longest_prompt} by itself; choose a shorter one"
+                ),
                 forced,
             ),
         )
@@ -191,7 +200,7 @@ def make_plan(*, model: str, **values: Any) -> SpeculateBench:
     return SpeculateBench(
         model=model,
         settings=tuple(settings),
-        batches=batches,
+        batches=tuple(batches),
         asked=tuple(asked),
         repeats=values["repeats"],
         knows_text=knows_text,
@@ -238,13 +247,16 @@ def recommended(lines: Sequence[Mapping[str, Any]], batch: int) -> str:
     return drafts if best["speedup"] >= WORTH else OFF
 
 
-def advice_of(lines: Sequence[Mapping[str, Any]], batch: int, best: str) -> str:
-    """The same in words."""
+def advice_of(
+    lines: Sequence[Mapping[str, Any]], batch: int, best: str, forced: float = 0.0
+) -> str:
+    """The same in words; synthetic where a share of the drafts was `forced`."""
+    mark = f"SYNTHETIC, {forced:g} right: " if forced else ""
     if best == OFF:
-        return "no number of drafts pays; leave --speculate off"
+        return f"{mark}no number of drafts pays; leave --speculate off"
     line = next(e for e in lines if e["batch"] == batch and e["drafts"] == best)
     return (
-        f"--speculate {best}, {line['speedup']:.2f} times as fast as without "
+        f"{mark}--speculate {best}, {line['speedup']:.2f} times as fast as without "
         f"({line['tokens_per_step']:.2f} tokens a step)"
     )
 
@@ -285,12 +297,3 @@ def _prompts(
     asked = gather_prompts(() if prompts_file else PROMPTS, prompts_file, sys.stdin)
     requests = tokenize_prompts(asked, tokenizer, raw=False, system=None)
     return [list(request.prompt_ids) for request in requests], True
-
-
-def _numbers(flag: str, text: str, most: int | None) -> tuple[int, ...]:
-    """Ascending. Raises ConfigError."""
-    legal = f"1 to {most}" if most else "1 or more"
-    numbers = whole_numbers(flag, text, f"of {legal}, as 1,3")
-    if most and (large := [number for number in numbers if number > most]):
-        raise ConfigError(f"{flag} {text}: {large[0]} is not of {legal}")
-    return tuple(sorted(numbers))

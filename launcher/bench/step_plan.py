@@ -7,8 +7,10 @@ computed and nothing else.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from unisono.launcher.bench.engine import (
@@ -23,7 +25,7 @@ from unisono.launcher.resolve import Prepared
 from unisono.models.config import ConfigError
 from unisono.runtime.config import STEP_TOKENS
 from unisono.runtime.protocol import SamplingParams
-from unisono.workers.config import BLOCK_SIZE
+from unisono.workers.config import BLOCK_SIZE, MOST_REQUESTS
 from unisono.workers.protocol import Phase
 from unisono.workers.timings import WatchSteps
 
@@ -36,6 +38,8 @@ SPARE = 128
 """Further tokens that a request may answer, for those who are handed over late."""
 SPARE_STEPS = 4
 """Further steps that there are prompts for."""
+MOST_PROMPTS = 1_000_000
+"""Of a round: all of them are handed over at once."""
 SEED = 0
 _AT_ONCE = 2
 """Steps whose prompts hold slots and blocks: one is computed, the next one planned."""
@@ -137,6 +141,10 @@ class _Sizes(NamedTuple):
     answer: int
     """Tokens of the longest."""
     max_step_tokens: int
+    what: str
+    """Which options ask for the longest request."""
+    legal: Callable[[int], str]
+    """What to do where the model serves only so many tokens."""
 
 
 def make_plan(*, model: str, **values: Any) -> StepBench:
@@ -155,7 +163,6 @@ def make_plan(*, model: str, **values: Any) -> StepBench:
         sizes = _prompts(values, prompt_tokens, drafts)
     context = values["context"]
     longest = context + sizes.answer
-    answer = f"{sizes.answer} token{'s' if sizes.answer > 1 else ''} of answer"
     options = {
         **given(values, (*OPTIONS, "speculate")),
         "max_step_tokens": sizes.max_step_tokens,
@@ -164,17 +171,7 @@ def make_plan(*, model: str, **values: Any) -> StepBench:
         "kv_tokens": sizes.max_requests * -(-longest // BLOCK_SIZE) * BLOCK_SIZE,
         "no_prefix_cache": True,
     }
-    prepared = prepare_engine(
-        model,
-        options,
-        f"--context {context}: with {answer} that is {longest} tokens",
-        lambda limit: (
-            f"choose at most {limit - sizes.answer}"
-            if limit > sizes.answer
-            else "choose fewer --steps, or a smaller --context"
-        ),
-        forced,
-    )
+    prepared = prepare_engine(model, options, sizes.what, sizes.legal, forced)
     return StepBench(
         model=model,
         prepared=prepared,
@@ -207,10 +204,9 @@ def num_prompt_steps(steps: int) -> int:
 def _decoding(values: Mapping[str, Any], drafts: int) -> _Sizes:
     """Of steps in which as many requests decode as --batch says."""
     text = BATCHES if values["batch"] is None else values["batch"]
-    batches = whole_numbers("--batch", text, "from 1 up, as 1,8,32")
-    most = max(batches)
-    least = most * (1 + drafts) + BLOCK_SIZE
-    budget = values.get("max_step_tokens") or max(STEP_TOKENS["cpu"], 2 * least)
+    batches = whole_numbers("--batch", text, MOST_REQUESTS, BATCHES)
+    most, asked = max(batches), values.get("max_step_tokens")
+    least, budget = _budget(asked, most, drafts)
     if budget < least:
         raise ConfigError(
             f"--max-step-tokens {budget}: {most} requests that decode"
@@ -218,8 +214,53 @@ def _decoding(values: Mapping[str, Any], drafts: int) -> _Sizes:
             f"{least}; choose at least that, or a smaller --batch"
         )
     context, steps = values["context"], values["steps"]
-    answer = max(num_tokens(batch, context, steps, budget, drafts) for batch in batches)
-    return _Sizes(batches, most, answer, budget)
+    answer = num_tokens(most, context, steps, budget, drafts)
+    what = (
+        f"--batch {most}, --context {context}, --steps {steps}: while {_requests(most)} "
+        f"{'decodes' if most == 1 else 'decode together'}, one may have {context + answer} tokens"
+    )
+    sizes = {"batch": most, "context": context, "steps": steps, "speculate": drafts}
+    least_drafts = 1 if values.get("force_acceptance") else 0
+    legal = partial(_advice, sizes, least_drafts, asked)
+    return _Sizes(batches, most, answer, budget, what, legal)
+
+
+def _requests(number: int) -> str:
+    return f"{number} request{'s' if number > 1 else ''}"
+
+
+def _budget(asked: int | None, batch: int, drafts: int) -> tuple[int, int]:
+    """Least tokens of a step in which `batch` decode and a block of a prompt is computed; and how
+    many a step gets."""
+    least = batch * (1 + drafts) + BLOCK_SIZE
+    return least, asked or max(STEP_TOKENS["cpu"], 2 * least)
+
+
+def _advice(sizes: Mapping[str, int], least_drafts: int, asked: int | None, limit: int) -> str:
+    """Which of `sizes` to lower, and how far, for requests to have at most `limit` tokens."""
+    least = {"batch": 1, "context": 1, "steps": 1, "speculate": least_drafts}
+
+    def fits(tried: Mapping[str, int]) -> bool:
+        batch, context, steps, drafts = (tried[name] for name in least)
+        _, budget = _budget(asked, batch, drafts)
+        return context + num_tokens(batch, context, steps, budget, drafts) <= limit
+
+    def is_too_large(name: str, value: int) -> bool:
+        return not fits({**sizes, name: value})
+
+    if not fits(least):
+        return "too few to time steps of requests that decode; choose --prompt-tokens instead"
+    ways = []
+    for name, size in sizes.items():
+        values = range(least[name], min(size, limit + 1))
+        number = bisect_left(values, True, key=partial(is_too_large, name))
+        if number:
+            most = values[number - 1]
+            ways.append(f"--{name} {'off' if name == 'speculate' and not most else most}")
+    if not ways:
+        lower = ", ".join(f"--{name}" for name in sizes if sizes[name] > least[name])
+        return f"choose less of more than one of {lower}"
+    return f"choose at most {' or '.join(ways)}"
 
 
 def _prompts(values: Mapping[str, Any], prompt_tokens: int, drafts: int) -> _Sizes:
@@ -242,7 +283,26 @@ def _prompts(values: Mapping[str, Any], prompt_tokens: int, drafts: int) -> _Siz
             f"{flag}: a step computes whole prompts, here of --context {context} tokens; choose "
             f"{' or '.join(legal)}, or another --context"
         )
-    return _Sizes((batch,), _AT_ONCE * batch, 1, prompt_tokens)
+    if _AT_ONCE * batch > MOST_REQUESTS:
+        raise ConfigError(
+            f"{flag}: of --context {context} that is {batch} prompts a step, and at most "
+            f"{MOST_REQUESTS // _AT_ONCE} can be; choose less, or a larger --context"
+        )
+    steps, most = values["steps"], MOST_PROMPTS // batch - SKIPPED - SPARE_STEPS - 1
+    if steps > most:
+        raise ConfigError(
+            f"--steps {steps}: a round has at most {MOST_PROMPTS} prompts, here {batch} a step; "
+            f"choose at most {most}"
+        )
+    what = f"--context {context}: with 1 token of answer that is {context + 1} tokens"
+    return _Sizes(
+        batches=(batch,),
+        max_requests=_AT_ONCE * batch,
+        answer=1,
+        max_step_tokens=prompt_tokens,
+        what=what,
+        legal=lambda limit: f"choose at most {limit - 1}",
+    )
 
 
 def _drafts(speculate: str | None) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from unisono.launcher.doctor.probes import ProbeReport
 from unisono.launcher.host_report import HostReport, satisfies
+from unisono.launcher.option_kinds import whole_number
 from unisono.launcher.private_directory import MAX_SOCKET_PATH
 from unisono.workers.probes import CollectiveTime, LinearProof, Measured
 
@@ -87,7 +88,7 @@ def _cores(host: HostReport, tp: int) -> Iterator[Finding]:
             message=f"OMP_NUM_THREADS=1 leaves {host.cores - tp} of {host.cores} cores idle: "
             f"unset it, or set it to {host.cores // tp}"
         )
-    elif threads.isdigit() and int(threads) * tp > host.cores:
+    elif (whole_number(threads) or 0) * tp > host.cores:
         yield Finding(
             message=f"OMP_NUM_THREADS={threads} on {tp} ranks is more than the {host.cores} cores: "
             f"unset it, or set it to {max(1, host.cores // tp)}"

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from unisono.launcher.graph_options import why_no_graphs
+from unisono.launcher.option_kinds import whole_number
 from unisono.launcher.options import option_spec
 from unisono.launcher.prompts import whole_blocks
 from unisono.launcher.verify.compare import ORACLE
 from unisono.launcher.verify.plan import AXES
 from unisono.models.config import ConfigError
-from unisono.workers.config import BLOCK_SIZE, WorkerConfig
+from unisono.workers.config import BLOCK_SIZE, MOST_REQUESTS, WorkerConfig
 
 T = TypeVar("T")
 NUM_PROMPTS = 8
@@ -46,7 +47,7 @@ def read_choices(given: Mapping[str, Any]) -> Choices:
     max_tokens = given["max_tokens"]
     _at_least("--max-tokens", max_tokens, 1)
     readers: dict[str, Callable[[str], Any]] = {
-        "batch": lambda text: _whole("--batch", text, 1, "a whole number from 1 up"),
+        "batch": _batch,
         "chunk": _chunk,
         "prefix_cache": lambda text: _switch("--prefix-cache", text),
         "pre_empt": lambda text: _switch("--pre-empt", text),
@@ -136,10 +137,17 @@ def _num_prompts(asked: int | None, tokens: int | None, max_tokens: int) -> int:
                 f"--tokens {tokens}: --prompts {asked} sets the number of prompts; give one of them"
             )
         _at_least("--tokens", tokens, 1)
+        if tokens > (most := MOST_REQUESTS * max_tokens):
+            raise ConfigError(
+                f"--tokens {tokens}: must be at most {most}, {MOST_REQUESTS} answers of "
+                f"--max-tokens {max_tokens}"
+            )
         return -(-tokens // max_tokens)
     if asked is None:
         return NUM_PROMPTS
     _at_least("--prompts", asked, 1)
+    if asked > MOST_REQUESTS:
+        raise ConfigError(f"--prompts {asked}: must be at most {MOST_REQUESTS}")
     return asked
 
 
@@ -152,16 +160,21 @@ def _listed(text: str, read: Callable[[str], T]) -> tuple[T, ...]:
     return tuple(dict.fromkeys(read(part) for part in text.split(",")))
 
 
-def _whole(flag: str, text: str, least: int, expected: str) -> int:
-    if not text.isdigit() or int(text) < least:
-        raise ConfigError(f"{flag} {text}: expected {expected}")
-    return int(text)
+def _batch(text: str) -> int:
+    number = whole_number(text)
+    if not number or number > MOST_REQUESTS:
+        raise ConfigError(f"--batch {text}: expected a whole number of 1 to {MOST_REQUESTS}")
+    return number
 
 
 def _chunk(text: str) -> int:
     # Prompts are cut at block borders.
-    expected = f"none or a whole number from {BLOCK_SIZE} up"
-    return 0 if text == "none" else _whole("--chunk", text, BLOCK_SIZE, expected)
+    if text == "none":
+        return 0
+    number = whole_number(text)
+    if number is None or number < BLOCK_SIZE:
+        raise ConfigError(f"--chunk {text}: expected none or a whole number from {BLOCK_SIZE} up")
+    return number
 
 
 def _switch(flag: str, text: str) -> bool:

@@ -103,6 +103,7 @@ def test_narrow_states_lower_the_floor(monkeypatch):
     ("arguments", "message"),
     [
         (["--requests", "0"], "--requests 0: must be at least 1"),
+        (["--requests", "65537"], "--requests 65537: must be at most 65536"),
         (["--min", "0"], "--min 0: must be at least 1"),
         (["--max", "50"], "--max 50: must be at least --min, 100"),
         (["--max", "0"], "--max 0: must be at least --min, 100"),
@@ -116,6 +117,7 @@ def test_narrow_states_lower_the_floor(monkeypatch):
         (["--temperature", "101"], "--temperature 101.0: must be at least 0 and at most 100"),
         (["--grid", "1x128"], "--grid 1x128: expected NxINxOUT, as 1x128x256,32x128x256"),
         (["--grid", "0x1x1"], "--grid 0x1x1: expected NxINxOUT"),
+        (["--grid", "65537x1x1"], "NxINxOUT, as 1x128x256,32x128x256, N of 1 to 65536"),
         (["--grid", "1x8x8", "--min", "3"], "--min 3: --grid 1x8x8 says how many and how long"),
         (
             ["--grid", "1x100x29"],

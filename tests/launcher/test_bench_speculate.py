@@ -79,6 +79,7 @@ def test_the_fastest_is_recommended_if_it_is_worth_it(speeds, best):
     assert recommended(lines, 2) == best
     words = advice_of(lines, 2, best)
     assert ("leave --speculate off" in words) == (best == "off")
+    assert advice_of(lines, 2, best, 0.9) == f"SYNTHETIC, 0.9 right: {words}"
     assert len(words) < WIDTH
 
 
@@ -86,8 +87,9 @@ def test_the_fastest_is_recommended_if_it_is_worth_it(speeds, best):
     ("options", "message"),
     [
         (("--drafts", "0"), "--drafts 0: expected whole numbers of 1 to 8, as 1,3"),
-        (("--drafts", "1,9"), "--drafts 1,9: 9 is not of 1 to 8"),
-        (("--batch", "2,x"), "--batch 2,x: expected whole numbers of 1 or more"),
+        (("--drafts", "1,9"), "--drafts 1,9: expected whole numbers of 1 to 8, as 1,3"),
+        (("--batch", "2,x"), "--batch 2,x: expected whole numbers of 1 to 65536, as 1,8"),
+        (("--batch", "1000000000000"), "--batch 1000000000000: expected whole numbers of 1 to 65"),
         (("--tokens", "0"), "--tokens 0: must be at least 1"),
         (("--repeats", "0"), "--repeats 0: must be at least 1"),
         (("--tokens", "9999"), "--tokens 9999: a prompt and its answer may have"),
@@ -100,6 +102,14 @@ def test_what_cannot_be_is_refused(options, message, capsys):
     assert err.startswith("unisono: error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_prompt_that_leaves_no_room_is_what_is_too_long(tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("x = 1 " * 4000)
+    err = command.refused(capsys, "bench", "speculate", "tiny-mtp", "--prompts-file", str(file))
+    assert "limit is 2048: a prompt has " in err
+    assert "choose a shorter one" in err
 
 
 def test_none_to_eight_drafts_are_tried_unless_one_says():
@@ -147,3 +157,5 @@ def test_forced_acceptance_is_labelled_wherever_it_shows():
     assert min(forced["right"]) > 0.85
     [shown] = [each for each in rest.splitlines() if each.split()[:2] == ["2", "2"]]
     assert "synthetic" in shown
+    assert "batch 2: SYNTHETIC, 1 right: " in rest
+    assert found["recommended"]["2"].startswith("synthetic: ")

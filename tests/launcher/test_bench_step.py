@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,7 @@ from unisono.launcher.bench.step_plan import (
 )
 from unisono.launcher.resolve import HostFacts
 from unisono.launcher.roofline import Items, prompt_bytes, prompt_flops, step_bytes
+from unisono.models.config import ConfigError
 from unisono.runtime.protocol import Delta, Finished, Tokens, WorkerLost
 from unisono.workers.protocol import int32s
 from unisono.workers.timings import Machine, StepsSeen, WatchSteps
@@ -46,17 +48,20 @@ def bench(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch", "0"], "--batch 0: expected whole numbers from 1 up, as 1,8,32"),
+        (["--batch", "0"], "--batch 0: expected whole numbers of 1 to 65536, as 1,8,32"),
+        (["--batch", "1,65537"], "--batch 1,65537: expected whole numbers of 1 to 65536"),
+        (["--batch", "9" * 4301], "9: expected whole numbers of 1 to 65536"),
+        (["--batch", "²"], "--batch ²: expected whole numbers of 1 to 65536"),
         (["--batch", "1,x"], "--batch 1,x: expected whole numbers"),
         (["--context", "0"], "--context 0: must be at least 1"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
         (["--rounds", "0"], "--rounds 0: must be at least 1"),
         (["--batch", "1", "--max-step-tokens", "64"], "--max-step-tokens 64: 1 requests that dec"),
         (
-            ["--context", "99"],
-            "--context 99: with 233 tokens of answer that is 332 tokens, and the",
+            ["--steps", "100"],
+            "--batch 32, --context 128, --steps 100: while 32 requests decode together, one may "
+            "have 398 tokens, and the model's limit is 128: too few to time steps of requests that",
         ),
-        (["--steps", "100"], "that is 398 tokens, and the model's limit is 128: choose fewer --st"),
         (["--tp", "99"], "tp=99: 9 query heads in 3 groups"),
         (["--device", "cuda"], "--device cuda: no GPU is visible here"),
         (["--output", "/nowhere/x"], "--output /nowhere/x: cannot be written (No such file"),
@@ -101,12 +106,49 @@ def bench(tmp_path, monkeypatch, capsys):
             "--context 128: with 1 token of answer that is 129 tokens, and the model's limit is "
             "128: choose at most 127",
         ),
+        (
+            ["--prompt-tokens", "65538", "--context", "2"],
+            "--prompt-tokens 65538: of --context 2 that is 32769 prompts a step, and at most 32768",
+        ),
+        (
+            ["--prompt-tokens", "64", "--context", "32", "--steps", "500000"],
+            "--steps 500000: a round has at most 1000000 prompts, here 2 a step; choose at most "
+            "499991",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_process_starts(bench, arguments, message):
     code, out, err = bench("step", *arguments)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        # Where --steps 1 is too much, --batch is what helps.
+        (["--batch", "2000", "--steps", "1"], "choose at most --batch 1645"),
+        (["--context", "4000"], "choose at most --context 1787"),
+        (["--context", "9" * 30], "choose at most --context 1787"),
+        (["--steps", "5000"], "choose at most --steps 1750"),
+        (["--batch", "200", "--speculate", "8"], "choose at most --batch 13 or --speculate 3"),
+        (["--batch", "2000", "--steps", "3000"], "choose less of more than one of --batch, --con"),
+    ],
+)
+def test_it_says_which_option_makes_requests_too_long(capsys, arguments, advice):
+    """And names a value that is served, the largest."""
+    err = command.refused(capsys, "bench", "step", "tiny-mtp", "--device", "cpu", *arguments)
+    assert f"and the model's limit is 2048: {advice}" in err
+    option, value = advice.split()[-2:]
+    values = {"batch": None, "context": 128, "steps": 64, "rounds": 1, "device": "cpu"}
+    for name, text in zip(arguments[::2], arguments[1::2], strict=True):
+        values[name[2:]] = int(text) if name in ("--context", "--steps") else text
+    if not value.isdigit():
+        return
+    for number, is_served in ((int(value), True), (int(value) + 1, False)):
+        tried = number if option in ("--context", "--steps") else str(number)
+        with nullcontext() if is_served else pytest.raises(ConfigError, match="limit is 2048"):
+            make_plan(model="tiny-mtp", **{**values, option[2:]: tried})
 
 
 def test_a_cluster_is_refused(bench, monkeypatch):

@@ -115,6 +115,7 @@ def library(installed: str) -> tuple[Library, ...]:
             False,
             "OMP_NUM_THREADS=8 on 2 ranks is more than the 8 cores: unset it, or set it to 4",
         ),
+        ({"omp_num_threads": "²", "tp": 9}, False, "9 ranks share 8 cores and wait for each other"),
         ({"tp": 9}, False, "9 ranks share 8 cores and wait for each other: choose --tp up to 8"),
         ({"cpu_quota": 4.0, "tp": 2}, False, "set OMP_NUM_THREADS=2, or raise the quota"),
         ({"memory_available": GIB // 2}, False, "0.50 GiB of memory are free: close"),

@@ -97,6 +97,8 @@ def test_orders_carry_the_config_and_the_wiring():
         ({"OMP_NUM_THREADS": "6"}, 8, 2, 6),
         ({"OMP_NUM_THREADS": "0"}, 8, 2, 4),
         ({"OMP_NUM_THREADS": "many"}, 8, 2, 4),
+        ({"OMP_NUM_THREADS": "²"}, 8, 2, 4),
+        ({"OMP_NUM_THREADS": "1" * 4301}, 8, 2, 4),
     ],
 )
 def test_ranks_share_the_cores_unless_told_otherwise(environ, cores, ranks, threads):

@@ -238,6 +238,8 @@ def test_each_host_of_a_cluster_needs_gpus_for_its_own_ranks():
         ("GPU-8932f937-d72c", 1),
         ("0,1,2,0", 3),
         ("none", 0),
+        ("1,²", 1),
+        ("0," + "1" * 4301, 1),
     ],
 )
 def test_count_gpus_reads_visible_devices_like_cuda(tmp_path, visible, count):

@@ -274,8 +274,11 @@ def test_a_chunk_that_no_prompt_exceeds_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch": "0"}, "--batch 0: expected a whole number from 1 up"),
-        ({"batch": "1,x"}, "--batch x: expected a whole number from 1 up"),
+        ({"batch": "0"}, "--batch 0: expected a whole number of 1 to 65536"),
+        ({"batch": "1,x"}, "--batch x: expected a whole number of 1 to 65536"),
+        ({"batch": "65537"}, "--batch 65537: expected a whole number of 1 to 65536"),
+        ({"batch": "9" * 4301}, "--batch 9999"),
+        ({"chunk": "²"}, "--chunk ²: expected none or a whole number from 64 up"),
         ({"chunk": "63"}, "--chunk 63: expected none or a whole number from 64 up"),
         ({"prefix_cache": "yes"}, "--prefix-cache yes: choose on, off or on,off"),
         ({"pre_empt": ""}, "--pre-empt : choose on, off or on,off"),
@@ -286,7 +289,9 @@ def test_a_chunk_that_no_prompt_exceeds_is_refused() -> None:
         ({"against": "vllm"}, "--against vllm: choose transformers"),
         ({"max_tokens": 0}, "--max-tokens 0: must be at least 1"),
         ({"num_prompts": 0}, "--prompts 0: must be at least 1"),
+        ({"num_prompts": 65537}, "--prompts 65537: must be at most 65536"),
         ({"tokens": 0}, "--tokens 0: must be at least 1"),
+        ({"tokens": 10**12}, "--tokens 1000000000000: must be at most "),
         ({"tokens": 9, "num_prompts": 2}, "--tokens 9: --prompts 2 sets the number of prompts"),
         ({"tp": "0"}, "--tp 0: must be at least 1"),
         ({"dtype": "int8"}, "--dtype int8: choose auto, float32, bfloat16 or float16"),

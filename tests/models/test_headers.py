@@ -117,6 +117,14 @@ def test_missing_shards_are_listed(shards: Path) -> None:
     assert f"1 of 2 shards are missing: {TWO}" in refusal(shards)
 
 
+@pytest.mark.parametrize("total", ["²", "9" * 12])
+def test_a_name_that_counts_no_shards_is_a_file_like_others(shards: Path, total: str) -> None:
+    (shards / INDEX).unlink()
+    (shards / ONE).unlink()
+    (shards / TWO).rename(shards / f"model-00001-of-{total}.safetensors")
+    assert "c" in read_headers(shards)
+
+
 def test_a_stale_index_names_file_and_tensor(shards: Path) -> None:
     """B79."""
     index(shards, {"a": ONE, "b": ONE, "c": TWO, "d": TWO})

@@ -52,6 +52,63 @@ def model(trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--steps", "-1", "--seconds", "5"), "--steps -1: must be at least 1"),
+        (("--steps", "0"), "--steps 0: must be at least 1"),
+        (("--steps", "x"), "argument --steps: invalid int value: 'x'"),
+        (("--seconds", "0"), "--seconds 0.0: must be a number above 0"),
+        (("--seconds", "nan"), "--seconds nan: must be a number above 0"),
+        (("--seconds", "inf"), "--seconds inf: must be a number above 0"),
+        (("--batch", "-3"), "--batch -3: must be at least 1 and at most 4096"),
+        (("--batch", "0"), "--batch 0: must be at least 1 and at most 4096"),
+        (("--length", "-64"), "--length -64: must be a multiple of 64, at least 64 and at most 2"),
+        (("--length", "0"), "--length 0: must be a multiple of 64"),
+        (("--length", "100"), "--length 100: must be a multiple of 64"),
+        (("--length", "4096"), "--length 4096: must be a multiple of 64"),
+        (("--lr", "nan"), "--lr nan: must be above 0 and at most 1"),
+        (("--lr", "-1"), "--lr -1.0: must be above 0 and at most 1"),
+        (("--seed", "-1"), "--seed -1: must be at least 0"),
+        (("--seed", str(2**63)), f"--seed {2**63}: must be at least 0 and at most {2**63 - 1}"),
+        (("--device", "foo"), "argument --device: invalid choice: 'foo' (choose from "),
+        (("--device", "cuda"), "--device cuda: torch sees no GPU here; choose cpu"),
+        (("--output", ""), "--output '': must be a directory, new or one to write to"),
+        (("--output", __file__), f"--output {__file__}: File exists; choose a directory, new or"),
+        (("--output", f"{__file__}/x"), f"--output {__file__}/x: Not a directory; choose a dir"),
+        (("--output", "x\0"), "embedded null byte; choose a directory, new or one to write to"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_the_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    parse = importlib.import_module("tiny_arguments").parse_arguments
+    path = tmp_path / "new"
+    with pytest.raises(SystemExit) as caught:
+        parse("", ["--output", str(path), *arguments])
+    out, err = capsys.readouterr()
+    assert (caught.value.code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert not path.exists()
+
+
+def test_untrained_weights_replace_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("trained")
+    command = [*COMMAND, "--output", str(tmp_path), "--seconds", "1e-9"]
+    done = subprocess.run(
+        command, env=environment(ONE_THREAD), capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert f"nothing was trained: {tmp_path} is left as it is" in done.stderr
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["trained"]
+
+
 def test_it_says_how_it_goes(trained: tuple[Path, str]) -> None:
     path, out = trained
     assert re.search(r"step 2, \d+ s: loss \d\.\d+, drafts .* rate .* tok/s, .* epochs", out)
