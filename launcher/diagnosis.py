@@ -10,6 +10,7 @@ import shlex
 import signal
 from collections.abc import Mapping, Sequence
 
+from unisono.launcher.config import LaunchConfig
 from unisono.launcher.process_table import process_name
 from unisono.launcher.supervisor import Exit
 from unisono.runtime.protocol import Failed, WorkerLost
@@ -31,20 +32,23 @@ def is_certain(failures: Sequence[Failed], exits: Sequence[Exit]) -> bool:
 
 
 def diagnose(
-    failures: Sequence[Failed], exits: Sequence[Exit], phases: Mapping[str, str]
+    failures: Sequence[Failed],
+    exits: Sequence[Exit],
+    phases: Mapping[str, str],
+    launch: LaunchConfig | None = None,
 ) -> WorkerLost:
     """Return the error that names the cause. At least one of the sequences is not empty.
 
     In this order: a process that was killed from outside, a rank's own exception, another
     process that ended without a word, what a peer saw of it, the runtime's complaint.
-    `phases`: the last known phase by process name.
+    `phases`: the last known phase by process name. `launch`: what was asked for.
     """
     killed = _killed(failures, exits)
     if killed:
         return _of_exit(killed[0], phases)
     own = _own(failures)
     if own:
-        return _of_failure(own[0])
+        return _of_failure(own[0], _doubt(own[0], launch))
     silent = sorted(_silent(failures, exits), key=lambda end: end.signal == 0)
     if silent:
         return _of_exit(silent[0], phases)
@@ -98,14 +102,23 @@ def _killed(failures: Sequence[Failed], exits: Sequence[Exit]) -> list[Exit]:
     return [end for end in _silent(failures, exits) if end.signal == signal.SIGKILL]
 
 
-def _of_failure(failed: Failed) -> WorkerLost:
+def _doubt(failed: Failed, launch: LaunchConfig | None) -> str:
+    """What else may be at fault. A step does not tell a NaN of its drafts from one of the model's:
+    on a GPU one graph counts the answers of both."""
+    if launch is None or "sampling rows" not in failed.message:
+        return ""
+    drafts = launch.runtime.worker.num_drafts
+    return ", or those of their drafts, which --speculate off does without" if drafts else ""
+
+
+def _of_failure(failed: Failed, doubt: str = "") -> WorkerLost:
     step = f" (step {failed.step})" if failed.step >= 0 else ""
     message = " ".join(failed.message.split())
     if len(message) > LONGEST_MESSAGE:
         message = message[:LONGEST_MESSAGE] + " ..."
     cause = f"{failed.error}: {message}" if message else failed.error
     return WorkerLost(
-        f"{process_name(failed.rank)} failed in phase {failed.phase!r}{step}: {cause}",
+        f"{process_name(failed.rank)} failed in phase {failed.phase!r}{step}: {cause}{doubt}",
         rank=failed.rank,
         phase=failed.phase,
         step=failed.step,

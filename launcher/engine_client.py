@@ -300,7 +300,7 @@ class Engine:
         if self._lost is None and (self._failures or self._supervisor.poll()):
             self._settle(self._supervisor)
             self._await_flight(self._supervisor)
-            lost = diagnose(self._failures, self._supervisor.poll(), self._phases)
+            lost = diagnose(self._failures, self._supervisor.poll(), self._phases, self._config)
             if self._recorded is not None:
                 lost = with_flight(lost, self._recorded.path)
             if lost.traceback:
@@ -340,7 +340,7 @@ class Engine:
         """
         if not self._is_ready or self._recorded is not None:
             return
-        lost = diagnose(self._failures, supervisor.poll(), self._phases)
+        lost = diagnose(self._failures, supervisor.poll(), self._phases, self._config)
         assert self._peer is not None
         with suppress(ProtocolError):
             self._peer.send(Crashed(message=str(lost)))

@@ -17,6 +17,7 @@ import click
 from unisono.launcher.console import Console
 from unisono.launcher.inspect_report import Report, make_report
 from unisono.launcher.options import config_options, given, make_launch_config
+from unisono.models.headers import describe_ignored, group_ignored
 from unisono.models.partition import ModelPartition
 
 OPTIONS = ("tp", "dtype", "max_model_len", "load_format", "overlay", "state_dtype")
@@ -59,8 +60,12 @@ def command(model: str, as_json: bool, **options: Any) -> int:
     check_states(options, config)
     parts = parse_overlay(asked.overlay, config)
     is_random = source.kind == "shape" or asked.load_format == "random"
+    ignored: tuple[str, ...] = ()
     if not is_random:
-        check_checkpoint(source.path, partition, weights_required=False)
+        ignored = check_checkpoint(source.path, partition, weights_required=False)
+    # What only those read who draft has a line of its own.
+    drafting = ModelPartition.of(config, asked.tp, drafts=True)
+    of_drafts = {spec.name for spec in drafting.weights(0)}
     device = resolve_device(asked.device, host_facts(os.environ))
     # A dtype that is asked for is a plan for some other machine; "auto" is what this one would do.
     report = make_report(
@@ -70,6 +75,7 @@ def command(model: str, as_json: bool, **options: Any) -> int:
         max_model_len=resolve_max_model_len(asked.max_model_len, config),
         state_dtype=asked.state_dtype,
         weights_from="random" if is_random else _with_random("files", parts),
+        ignored=group_ignored(name for name in ignored if name not in of_drafts),
     )
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report)))
@@ -134,6 +140,7 @@ def _summary(report: Report) -> list[tuple[str, str]]:
         ("context", f"{facts['context_length']:,} tokens, used up to {report.max_model_len:,}"),
         ("dtype", report.dtype),
         ("weights", f"{_size(report.weight_bytes)} on {_ranks(report.tp)}, {_origin(report)}"),
+        *([("ignored", describe_ignored(report.ignored))] if report.ignored else []),
         (
             "KV cache",
             f"{_size(report.kv_bytes_per_token)} a token, "

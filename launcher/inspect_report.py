@@ -58,6 +58,8 @@ class Report:
     max_model_len: int
     weights_from: str
     """What the weights are: those of the files, or random, or which parts are."""
+    ignored: dict[str, int]
+    """Tensors of the files that no rank reads: how many under each prefix, or of each name."""
     ranks: tuple[RankShare, ...]
     weight_bytes: int
     kv_bytes_per_token: int
@@ -79,6 +81,7 @@ def make_report(
     max_model_len: int,
     weights_from: str = "files",
     state_dtype: str = "float32",
+    ignored: Mapping[str, int] | None = None,
 ) -> Report:
     """Compute the report from numbers alone."""
     config = partition.config
@@ -97,6 +100,7 @@ def make_report(
         dtype=dtype,
         max_model_len=max_model_len,
         weights_from=weights_from,
+        ignored=dict(ignored or {}),
         ranks=ranks,
         weight_bytes=sum(share.weight_bytes for share in ranks),
         kv_bytes_per_token=per_token,

@@ -78,7 +78,14 @@ LOGPROB_OPTIONS = ("logprobs", "prompt_logprobs")
 """Sampling options whose outcome is no text: only JSON and the library show it."""
 
 _CHOICES = {**CHOICES, "log_level": LOG_LEVELS}
-_SAME = {"speculate": {"0": "off"}}
+_DTYPES = {
+    "fp32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+}
+_SAME = {"speculate": {"0": "off"}, "dtype": _DTYPES, "state_dtype": _DTYPES}
 """Other words for legal values, by option."""
 _LEAST = {
     "tp": 1,

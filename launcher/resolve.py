@@ -100,13 +100,15 @@ def prepare(
 
 def check_checkpoint(
     path: Path, partition: ModelPartition, *, weights_required: bool = True
-) -> None:
-    """Compare the headers of all weight files with the config. Raises CheckpointError.
+) -> tuple[str, ...]:
+    """Compare the headers of all weight files with the config; return the names of tensors that
+    are ignored. Raises CheckpointError.
 
     Without `weights_required` a directory that holds a config and no weights passes.
     """
     if weights_required or path.is_file() or has_safetensors(path):
-        check_weights(read_headers(path), partition)
+        return check_weights(read_headers(path), partition)
+    return ()
 
 
 def resolve_config(

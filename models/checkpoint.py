@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -37,6 +37,10 @@ class Checkpoint(ABC):
         self.headers = headers
         self.bytes_read = 0
         """Stored bytes that `read` and `copy_into` have taken so far."""
+
+    @property
+    def names(self) -> Collection[str]:
+        return self.headers.keys()
 
     @abstractmethod
     def dtype_of(self, name: str) -> torch.dtype:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -154,6 +155,24 @@ def check_weights(
         where = "checkpoint" if not files else files[0] if len(files) == 1 else files[0].parent
         raise CheckpointError(f"{where}: tensors: {'; '.join(faults[:3])}{more}")
     return tuple(passed)
+
+
+def group_ignored(names: Iterable[str]) -> dict[str, int]:
+    """How many of the ignored names there are of each kind, the most first: a prefix, which ends
+    with a dot, or another pattern, or the name itself."""
+    known = dict.fromkeys((*IGNORED, *(p for each in FAMILIES.values() for p in each.ignored)))
+    kinds = (next((p for p in known if fnmatchcase(name, p)), name) for name in names)
+    return dict(Counter(kind.removesuffix("*") for kind in kinds).most_common())
+
+
+def describe_ignored(groups: Mapping[str, int]) -> str:
+    """What `group_ignored` found, in words."""
+    words = [
+        f"{count} {'under' if kind.endswith('.') else 'named'} {kind}"
+        for kind, count in groups.items()
+    ]
+    first = next(iter(groups.values()), 0)
+    return ", ".join(words).replace(" ", " tensor " if first == 1 else " tensors ", 1)
 
 
 def same_bytes(one: TensorInfo, other: TensorInfo) -> bool:

@@ -74,7 +74,8 @@ def with_drafter(config: ModelConfig, fields: Fields, tensors: Iterable[str] | N
     """Return `config` with the drafter that the `tensors` of the checkpoint are of, whatever it
     announces; None: weights will be random, and there is the one that is announced.
 
-    One that was trained on an embedding of its own, which is not there, is of no use.
+    What it lacks is named where it is to draft, an embedding of its own too: the model's is none
+    that it was trained on.
     """
     own_embedding = fields.flag("mtp_use_dedicated_embeddings", False)
     if config.family not in WITH_DELTA_NETS:
@@ -85,12 +86,12 @@ def with_drafter(config: ModelConfig, fields: Fields, tensors: Iterable[str] | N
         return replace(config, num_mtp_layers=count, mtp_embedding=own_embedding and count > 0)
     names = {name for name in tensors if name.startswith("mtp.")}
     layers = {match[1] for name in names if (match := _DRAFTER_LAYER.match(name))}
-    if not layers or (own_embedding and MTP_EMBEDDING not in names):
+    if not names:
         return config
     return replace(
         config,
-        num_mtp_layers=len(layers),
-        mtp_embedding=MTP_EMBEDDING in names,
+        num_mtp_layers=max(len(layers), 1),
+        mtp_embedding=own_embedding or MTP_EMBEDDING in names,
         mtp_head=MTP_HEAD in names,
     )
 

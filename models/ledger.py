@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -14,6 +14,11 @@ from unisono.models.weight_specs import WeightSpec
 
 class WeightSource(Protocol):
     """What weights come from: a checkpoint, or a generator of random ones."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """All tensors of the files; none where there are no files."""
+        ...
 
     def nbytes(self, spec: WeightSpec) -> int:
         """Return the bytes of `spec`'s part, for progress."""

@@ -46,6 +46,8 @@ class RandomWeights:
     the token it was given, and two greatest logits are practically never equal.
     """
 
+    names = ()
+
     def __init__(self, dtype: torch.dtype) -> None:
         self._item_bytes = dtype.itemsize
 
@@ -67,6 +69,7 @@ class Overlaid:
         self._checkpoint = checkpoint
         self._random = random
         self._parts = parts
+        self.names = checkpoint.names
 
     def nbytes(self, spec: WeightSpec) -> int:
         """What the source of `spec` says."""

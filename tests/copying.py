@@ -56,14 +56,16 @@ def write_copying_mtp(
     wrong: Collection[int] = (),
     silent: bool = False,
     seed: int = 0,
+    **fields: Any,
 ) -> Copying:
-    """Save such a variant of the checkpoint `name` (one of DRAFTING, its head never tied).
+    """Save such a variant of the checkpoint `name` (one of DRAFTING, its head never tied), with
+    `fields` in its configuration.
 
     Behind the tokens of `wrong` the draft is another one than the answer. With `silent` no layer
     writes anything: then the logits of drafts are those of the model but for their last bits, and
     in fp32 so are seeded choices of any temperature.
     """
-    model = oracle_model(name, seed, tie_word_embeddings=False, **MTP_FIELDS)
+    model = oracle_model(name, seed, tie_word_embeddings=False, **MTP_FIELDS, **fields)
     mtp = oracle_mtp(model, seed)
     table, head = model.model.embed_tokens.weight, model.lm_head.weight
     width = table.shape[1]

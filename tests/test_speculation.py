@@ -394,22 +394,31 @@ def test_log_probabilities_are_those_of_accepted_tokens(erring: tuple[Path, Copy
         assert answer.prompt_logprobs == wanted.prompt_logprobs
 
 
+ATTENTION_ALONE = {"layer_types": ["full_attention"] * 4}
+
+
 @pytest.mark.parametrize(
-    ("name", "temperature", "num_drafts"),
+    ("name", "fields", "temperature", "num_drafts", "tp"),
     [
-        *((DRAFTING[0], 0.7, 1), (DRAFTING[1], 0.0, 2), (DRAFTING[2], 0.7, 3)),
-        *((DRAFTING[0], 0.0, 4), (DRAFTING[1], 0.7, 8), (DRAFTING[2], 0.0, 8)),
+        *((DRAFTING[0], {}, 0.7, 1, 1), (DRAFTING[1], {}, 0.0, 2, 1), (DRAFTING[2], {}, 0.7, 3, 1)),
+        *((DRAFTING[0], {}, 0.0, 4, 1), (DRAFTING[1], {}, 0.7, 8, 1), (DRAFTING[2], {}, 0.0, 8, 1)),
+        *((DRAFTING[0], ATTENTION_ALONE, 0.7, 8, 1), (DRAFTING[1], ATTENTION_ALONE, 0.0, 1, 2)),
     ],
 )
 def test_a_layer_that_is_always_right_is_always_accepted(
-    name: str, temperature: float, num_drafts: int, tmp_path: Path
+    name: str,
+    fields: dict[str, Any],
+    temperature: float,
+    num_drafts: int,
+    tp: int,
+    tmp_path: Path,
 ) -> None:
     """B48, B54, B55: at every place of a chain, and of drawn tokens too: drafts are drawn with the
-    noise of their place."""
-    write_copying_mtp(name, tmp_path, silent=True)
+    noise of their place. Also behind layers that are all attention."""
+    write_copying_mtp(name, tmp_path, silent=True, **fields)
     params = [SamplingParams(temperature=temperature, seed=1)] * 3
-    engine = LocalEngine(tmp_path, num_drafts=num_drafts)
-    plain = LocalEngine(tmp_path).generate(prompts((1, 9, 65)), max_tokens=25, params=params)
+    engine = LocalEngine(tmp_path, num_drafts=num_drafts, tp=tp)
+    plain = LocalEngine(tmp_path, tp=tp).generate(prompts((1, 9, 65)), max_tokens=25, params=params)
     same(engine.generate(prompts((1, 9, 65)), max_tokens=25, params=params), plain)
     assert engine.accepted == engine.drafted
     # The first token comes with the prompt, then one more a step than drafts.

@@ -48,8 +48,8 @@ class WorkerConfig:
     tp: int = 1
     """Tensor-parallel ranks: one worker process each."""
     dtype: str = "auto"
-    """Activations and weights: float32, bfloat16 or float16; auto: the checkpoint's own on a
-    GPU, float32 on the CPU."""
+    """Activations and weights: float32, bfloat16 or float16, also called fp32, bf16 and fp16;
+    auto: the checkpoint's own on a GPU, float32 on the CPU."""
     device: str = "auto"
     """cpu or cuda; auto: cuda where a GPU is visible and torch is built for it."""
     attn: str = "auto"

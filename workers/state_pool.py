@@ -81,8 +81,8 @@ class StatePool:
 
 
 def caches_of(config: ModelConfig, cache: KVCache, states: StatePool | None) -> Caches:
-    """What each layer of a model keeps of its requests. `states` None: it is attention alone."""
+    """What each of a model's own layers keeps of its requests. `states` None: all are attention."""
     if states is None:
-        return cache.layers
+        return cache.layers[: config.num_layers]
     of_attention, of_delta = iter(cache.layers), iter(states.layers)
     return [next(of_delta) if is_delta else next(of_attention) for is_delta in config.delta_layers]

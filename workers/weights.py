@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from unisono.models.headers import describe_ignored, group_ignored
 from unisono.models.interface import (
     Build,
     Caches,
@@ -24,6 +26,8 @@ from unisono.models.registry import model_class
 from unisono.workers.config import WorkerConfig
 from unisono.workers.device import give_back
 from unisono.workers.reporter import Reporter
+
+log = logging.getLogger(__name__)
 
 _PROGRESS_EVERY_S = 0.1
 
@@ -59,6 +63,10 @@ class Weights:
         specs = list(self._partition.weights(build.group.rank))
         parts = parse_overlay(worker.overlay, self.config)
         with open_weights(path, load_format, parts, build.dtype) as source:
+            read = {spec.name for spec in specs}
+            ignored = [name for name in source.names if name not in read]
+            if ignored and build.group.rank == 0:
+                log.info("ignored: %s", describe_ignored(group_ignored(ignored)))
             fill_weights(specs, model.targets(), source, self._throttled_progress())
         self._report.enter("pack weights")
         with torch.inference_mode():

@@ -400,6 +400,20 @@ def test_a_long_message_of_many_lines_becomes_one():
     assert str(diagnose([dataclasses.replace(failed, message="")], [], {})).endswith(": ValueError")
 
 
+@pytest.mark.parametrize(
+    ("speculate", "end"), [("off", ""), ("2", ", or those of their drafts, which --speculate off ")]
+)
+def test_a_nan_may_be_the_drafts_where_there_are_any(speculate, end):
+    launch = config(2)
+    worker = dataclasses.replace(launch.runtime.worker, speculate=speculate)
+    launch = dataclasses.replace(launch, runtime=dataclasses.replace(launch.runtime, worker=worker))
+    said = "the logits of sampling rows [0] hold NaN"  # ops/transfer.py
+    nan = dataclasses.replace(FAILED, error="FloatingPointError", message=said)
+    line = f"rank 1 failed in phase 'step' (step 3): FloatingPointError: {said}{end}"
+    assert str(diagnose([nan], [], PHASES, launch)).removesuffix("does without") == line
+    assert str(diagnose([FAILED], [], PHASES, launch)).endswith("ValueError: bad")
+
+
 def test_lateness_tells_where_every_rank_is():
     assert str(too_late(PHASES, 2.5)) == (
         "start-up took more than 2.5 s: rank 0 is in phase 'step', rank 1 is in phase 'load'"

@@ -7,8 +7,10 @@ import json
 import sys
 
 import pytest
+import torch
 
 from tests.launcher.fakes import tiny_model, write_checkpoint
+from tests.tiny import add_tensors, write_wrapper
 from unisono.launcher import cli
 from unisono.launcher.inspect import WIDTH, _runs, _size, plain_lines
 from unisono.launcher.inspect_report import CARDS, make_report
@@ -271,6 +273,21 @@ def test_the_json_has_the_same_numbers(inspect):
     assert report["legal_rank_counts"] == list(range(1, 10))
     assert report["kv_bytes_of_max_model_len"] == 96 * 100
     assert report["facts"]["context_length"] == 128
+
+
+def test_what_is_ignored_is_counted_by_prefix(capsys, tmp_path):
+    """Not what a rank reads where it drafts, which has a line of its own."""
+    write_wrapper("qwen3.5", tmp_path, mtp=True)
+    further = {f"mtp.layers.1.{name}.weight": torch.zeros(1) for name in "ab"}
+    add_tensors(tmp_path, {**further, "model.rotary_emb.inv_freq": torch.zeros(1)})
+    assert cli.run(["inspect", str(tmp_path), "--json"]) == 0
+    groups = json.loads(capsys.readouterr().out)["ignored"]
+    count = groups["model.visual."]
+    assert groups == {"model.visual.": count, "mtp.": 2, "*.rotary_emb.inv_freq": 1}
+    assert count > 9
+    said = f"{count} tensors under model.visual., 2 under mtp., 1 named *.rotary_emb.inv_freq"
+    assert cli.run(["inspect", str(tmp_path)]) == 0
+    assert f"\nignored             {said}\n" in capsys.readouterr().out
 
 
 def test_a_terminal_gets_tables(model, monkeypatch):

@@ -122,6 +122,25 @@ def test_auto_is_a_word_where_zero_means_it():
         option_spec("kv_tokens").parse("auto")
 
 
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [
+        *(("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16")),
+        *(("fp32", "float32"), ("float", "float32")),
+    ],
+)
+def test_dtypes_have_short_names(short: str, name: str):
+    """On the command line as in Python; configs and messages have the long one."""
+    assert parse("--dtype", short)["dtype"] == name
+    assert launch({"dtype": short}) == launch({"dtype": name})
+    if name != "float16":
+        assert parse("--state-dtype", short)["state_dtype"] == name
+        assert launch({"state_dtype": short}) == launch({"state_dtype": name})
+        return
+    with pytest.raises(ConfigError, match="--state-dtype float16: choose float32 or bfloat16"):
+        launch({"state_dtype": short})
+
+
 def test_stop_may_be_given_several_times():
     values = parse("--stop", "a", "--stop", "\n\n")
     assert make_sampling_params(given(values, SAMPLING_OPTIONS)).stop == ("a", "\n\n")

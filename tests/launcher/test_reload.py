@@ -70,6 +70,9 @@ def test_weights_without_a_drafter_do_where_nothing_drafts(tmp_path: Path) -> No
     assert reload_order(tuned, plain) == Reload(path=tuned, load_format="auto")
     with pytest.raises(CheckpointError, match="num_mtp_layers is 0, and the model that runs has 1"):
         reload_order(tuned, drafting)
+    # Of several layers the first drafts alone.
+    both = replace(drafting, model=replace(drafting.model, num_mtp_layers=2))
+    assert reload_order("tiny-mtp", both).load_format == "auto"
 
 
 def test_files_that_are_missing_or_damaged_are_refused(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -24,7 +26,9 @@ from tests.tiny import (
 )
 from unisono.models.checkpoint import open_checkpoint
 from unisono.models.config_reader import read_model_config
-from unisono.models.headers import CheckpointError, check_weights, read_headers
+from unisono.models.fields import Fields
+from unisono.models.headers import CheckpointError, check_weights, group_ignored, read_headers
+from unisono.models.hybrid_config import with_drafter
 from unisono.models.ledger import fill_weights
 from unisono.models.overlay import overlay_part_of, overlay_parts
 from unisono.models.partition import ModelPartition
@@ -187,7 +191,9 @@ def test_what_only_some_families_hold_is_ignored_by_name(saved: Path, prefix: st
     partition = ModelPartition.of(config, 2)
     sees = config.family.startswith("qwen3_5")
     if sees or (prefix == "mtp." and config.family == "qwen3_next"):
-        assert {*check_weights(headers, partition)} == extra
+        ignored = check_weights(headers, partition)
+        assert {*ignored} == extra
+        assert group_ignored(ignored) == {prefix: 2}
         return
     with pytest.raises(CheckpointError, match=f"2 not used by {config.family}: {prefix}"):
         check_weights(headers, partition)
@@ -215,11 +221,27 @@ def test_what_a_drafter_is_not_known_to_have_is_refused(name: str, drafting: Pat
         check_weights(headers, ModelPartition.of(config, 1, drafts=True))
 
 
-def test_an_mtp_layer_in_part_is_refused_where_it_is_to_draft(drafting: Path) -> None:
-    config, headers = read_model_config(drafting), read_headers(drafting)
-    del headers["mtp.fc.weight"]
+@pytest.mark.parametrize(
+    ("lost", "fields", "said"),
+    [
+        (r"mtp\.fc\.weight", {}, r"1 missing: mtp\.fc\.weight"),
+        ("", {"mtp_use_dedicated_embeddings": True}, r"1 missing: mtp\.embed_tokens\.weight"),
+        (r"mtp\.layers\..*", {}, r"\d+ missing: mtp\.layers\.0\."),
+        (r"mtp\.(?!norm).*", {}, r"\d+ missing: mtp\.fc\.weight, "),
+    ],
+)
+def test_an_mtp_layer_in_part_is_refused_where_it_is_to_draft(
+    lost: str, fields: dict[str, Any], said: str, drafting: Path
+) -> None:
+    headers = read_headers(drafting)
+    for name in [name for name in headers if re.fullmatch(lost, name)]:
+        del headers[name]
+    source = json.loads((drafting / "config.json").read_text())
+    config = with_drafter(
+        read_model_config(drafting), Fields({**source, **fields}, "config.json"), headers
+    )
     check_weights(headers, ModelPartition.of(config, 1))
-    with pytest.raises(CheckpointError, match=r"1 missing: mtp\.fc\.weight"):
+    with pytest.raises(CheckpointError, match=said):
         check_weights(headers, ModelPartition.of(config, 1, drafts=True))
 
 

@@ -81,4 +81,5 @@ def test_each_layer_gets_its_own_kind_in_the_order_of_the_model() -> None:
     first, second, third, fourth = caches_of(config, cache, states)
     assert (first, fourth) == tuple(states.layers)
     assert (second, third) == tuple(cache.layers)
-    assert caches_of(config, cache, None) is cache.layers
+    alone = replace(config, num_layers=1, delta=None, delta_layers=())
+    assert caches_of(alone, cache, None) == cache.layers[:1], "the last is the MTP layer's"

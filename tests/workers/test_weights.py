@@ -101,6 +101,17 @@ def test_the_layer_that_drafts_is_loaded_again_with_the_others(tmp_path: Path) -
     assert found[0].abs().min() > 0
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_what_is_ignored_is_logged_once(
+    drafts: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoint("qwen3.5", tmp_path, mtp=True)
+    with caplog.at_level("INFO"):
+        owner_of(tmp_path, drafts=drafts).load(str(tmp_path), "auto")
+    said = [each for each in caplog.messages if "ignored" in each]
+    assert said == ([] if drafts else ["ignored: 15 tensors under mtp."])
+
+
 def test_the_former_weights_are_gone_before_others_are_read(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
