@@ -24,7 +24,7 @@ from unisono.launcher.option_kinds import CONVERTERS, METAVARS, describe_kind, h
 from unisono.models.config import ConfigError, ModelConfig
 from unisono.runtime.config import RuntimeConfig
 from unisono.runtime.protocol import SamplingParams, Submit
-from unisono.workers.config import CHOICES, WorkerConfig
+from unisono.workers.config import CHOICES, MOST_REQUESTS, WorkerConfig
 
 LAUNCH_OPTIONS = (
     "tp",
@@ -110,6 +110,7 @@ _LEAST = {
 }
 _ABOVE = {"top_p": 0, "repetition_penalty": 0, "memory_utilization": 0}
 _MOST = {
+    "max_requests": MOST_REQUESTS,
     "temperature": 100,
     "top_p": 1,
     "min_p": 1,

@@ -139,7 +139,10 @@ def offer_states(
     fits = (budget.most - kv) // bytes_of_state - 1
     if config.state_slots > fits:
         wanted = (config.state_slots + 1) * bytes_of_state
-        lower = f"lower it to {fits}, or " if fits > 0 else ""
+        # Unless the size of the cache is given it must find room within the share.
+        is_short = not config.kv_tokens and budget.share < kv + (fits + 1) * bytes_of_state
+        share = " and raise --memory-utilization" if is_short else ""
+        lower = f"lower it to {fits}{share}, or " if fits > 0 else ""
         raise OutOfMemory(
             f"--state-slots {config.state_slots} and the scratch state take {gib(wanted)} of "
             f"memory on this rank, and beside a KV cache of {gib(kv)} "

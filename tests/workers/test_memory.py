@@ -181,7 +181,10 @@ def test_state_slots_are_given_or_refused_with_what_fits() -> None:
         offer(worker(state_slots=32), True, BLOCK, STATE, budget)
     said = str(caught.value)
     assert said.startswith("--state-slots 32 and the scratch state take 2.06 GiB of memory on this")
-    assert said.endswith("lower it to 9, or free 1.44 GiB")
+    assert said.endswith("lower it to 9 and raise --memory-utilization, or free 1.44 GiB")
+    with pytest.raises(OutOfMemory, match="lower it to 9, or free 1.44 GiB$"):
+        whole = host_budget(BLOCK + 10 * STATE, 1, 1.0)
+        offer(worker(state_slots=32), True, BLOCK, STATE, whole)
     roomy = host_budget(2 * (BLOCK + 10 * STATE), 1, 1.0)
     assert offer(worker(state_slots=9), True, BLOCK, STATE, roomy)[1] == 9
     exact = host_budget(BLOCK + 10 * STATE, 1, 1.0)
