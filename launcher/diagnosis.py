@@ -58,8 +58,10 @@ def diagnose(
 
 
 def asks_too_much(error: BaseException) -> bool:
-    """Whether ranks have no memory for what the options ask of them: others can be chosen."""
-    return isinstance(error, WorkerLost) and error.error == OUT_OF_MEMORY
+    """Whether ranks that start have no memory for what the options ask: others can be chosen."""
+    return (
+        isinstance(error, WorkerLost) and error.error == OUT_OF_MEMORY and error.phase != STEP_PHASE
+    )
 
 
 def too_late(phases: Mapping[str, str], timeout_s: float, what: str = "start-up") -> WorkerLost:

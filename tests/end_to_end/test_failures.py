@@ -147,7 +147,7 @@ def test_a_closed_pipe_is_quiet(model: str) -> None:
 def test_a_cache_that_does_not_fit_says_what_helps(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, err = run("generate", model, "hello", "--memory-utilization", "1e-9", code=1)
+    _, err = run("generate", model, "hello", "--memory-utilization", "1e-9", code=2)
     line = last_line(err)
     assert line.startswith("unisono: rank 0 failed in phase 'take memory': OutOfMemory: one KV")
     assert "--memory-utilization 1e-09 of the host's" in line
@@ -165,7 +165,7 @@ def test_weights_that_do_not_fit_are_refused_before_one_is_read(tmp_path: Path) 
             "unisono.models.ledger:fill_weights": "def planted(original, *args):\n    1 / 0",
         },
     )
-    _, err = run("generate", "shape:qwen3-32b", "--prompt-ids", "1", "--tp", "2", env=env, code=1)
+    _, err = run("generate", "shape:qwen3-32b", "--prompt-ids", "1", "--tp", "2", env=env, code=2)
     line = last_line(err)
     assert "failed in phase 'check memory': OutOfMemory: rank " in line
     assert "needs 61.03 GiB for its weights and 4.00 GiB are free for it on this host" in line

@@ -501,6 +501,22 @@ def test_what_is_compared_with_a_lost_engine_fails(
     ]
 
 
+def test_memory_that_is_short_ends_it_at_once_with_2(
+    run: Run, model: str, engines: type[FakeEngine]
+) -> None:
+    starts = []
+
+    def lose() -> None:
+        starts.append(1)
+        said = "rank 0 failed in phase 'check memory': OutOfMemory: use --tp 2"
+        raise WorkerLost(said, phase="check memory", error="OutOfMemory")
+
+    engines.on_start = lose
+    code, out, err = run(model, *RANDOM, "--tp", "1,2")
+    assert (code, out, starts) == (2, "", [1])
+    assert err.splitlines()[-1].endswith("use --tp 2")
+
+
 def test_an_engine_that_does_not_start_fails_all_its_settings(
     run: Run, model: str, engines: type[FakeEngine]
 ) -> None:

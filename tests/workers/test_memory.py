@@ -182,8 +182,8 @@ def test_state_slots_are_given_or_refused_with_what_fits() -> None:
     said = str(caught.value)
     assert said.startswith("--state-slots 32 and the scratch state take 2.06 GiB of memory on this")
     assert said.endswith("lower it to 9 and raise --memory-utilization, or free 1.44 GiB")
-    with pytest.raises(OutOfMemory, match="lower it to 9, or free 1.44 GiB$"):
-        whole = host_budget(BLOCK + 10 * STATE, 1, 1.0)
+    whole = host_budget(BLOCK + 10 * STATE, 1, 1.0)
+    with pytest.raises(OutOfMemory, match=r"lower it to 9, or free 1\.44 GiB$"):
         offer(worker(state_slots=32), True, BLOCK, STATE, whole)
     roomy = host_budget(2 * (BLOCK + 10 * STATE), 1, 1.0)
     assert offer(worker(state_slots=9), True, BLOCK, STATE, roomy)[1] == 9
