@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import click
+
 PAIRS = "tuple[tuple[int, float], ...]"
 METAVARS = {
     "int": "N",
@@ -18,16 +20,32 @@ METAVARS = {
     PAIRS: "ID:X,ID:X,...",
 }
 """What stands for a value in the help."""
-_DIGITS = re.compile("[0-9]{1,18}")
+MOST_DIGITS = 19
+"""Of a whole number: those of 2^63 - 1, the largest that any option takes."""
+_DIGITS = re.compile(f"[0-9]{{1,{MOST_DIGITS}}}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def whole_number(text: str) -> int | None:
-    """The number that `text` writes in ASCII digits; None if it is none, or has more than 18 of
-    them. (`str.isdigit` is true of digits that `int` refuses, such as ², and `int` refuses texts of
-    thousands of digits.)
+    """The number that `text` writes in ASCII digits; None if it is none, or has too many of them.
+
+    `str.isdigit` is true of digits that `int` refuses, such as ², and `int` refuses texts of
+    thousands of digits.
     """
     return int(text) if _DIGITS.fullmatch(text) else None
+
+
+class _Whole(click.types.IntParamType):
+    """Python converts no numbers of thousands of digits, nor sums that have so many."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and len(value.strip().lstrip("+-")) > MOST_DIGITS:
+            self.fail(f"{value!r} has more than {MOST_DIGITS} digits", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+WHOLE = _Whole()
+"""The click type of whole numbers that are no fields of a config."""
 
 
 def _int_tuple(text: str) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from click.core import ParameterSource
 import unisono
 from unisono.launcher.bench.engine import EXACT, AnswersDiffer
 from unisono.launcher.bench.report import Command, Report, versions, versions_line
+from unisono.launcher.option_kinds import WHOLE
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import EngineError
 
@@ -116,7 +117,7 @@ class Side:
 def compare_options(command: Command) -> Command:
     """A decorator that gives a click command what `compare` needs."""
     for option in (
-        click.option("--pairs", type=int, metavar="N", help=f"Of runs.  [default: {PAIRS}]"),
+        click.option("--pairs", type=WHOLE, metavar="N", help=f"Of runs.  [default: {PAIRS}]"),
         click.option(
             "--compare-checkout",
             metavar="DIR",

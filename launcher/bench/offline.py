@@ -36,6 +36,7 @@ from unisono.launcher.bench.process import measure_machine
 from unisono.launcher.bench.report import SHOWN, Report, output_options
 from unisono.launcher.draft_counts import DraftCounts
 from unisono.launcher.graph_counts import GraphCounts
+from unisono.launcher.option_kinds import WHOLE
 from unisono.launcher.options import config_options, given, option_spec
 from unisono.launcher.prompts import whole_blocks
 from unisono.launcher.resolve import Prepared
@@ -85,9 +86,9 @@ class OfflineBench:
 
 @click.command("offline")
 @click.argument("model")
-@click.option("--requests", type=int, metavar="N", help=f"[default: {NUM_REQUESTS}]")
-@click.option("--min", "least", type=int, metavar="N", help=f"Least tokens.  [default: {LEAST}]")
-@click.option("--max", "most", type=int, metavar="N", help=f"Most tokens.  [default: {MOST}]")
+@click.option("--requests", type=WHOLE, metavar="N", help=f"[default: {NUM_REQUESTS}]")
+@click.option("--min", "least", type=WHOLE, metavar="N", help=f"Least tokens.  [default: {LEAST}]")
+@click.option("--max", "most", type=WHOLE, metavar="N", help=f"Most tokens.  [default: {MOST}]")
 @click.option(
     "--grid",
     metavar="NxINxOUT,...",
@@ -100,11 +101,14 @@ class OfflineBench:
     help=f"[default: {TEMPERATURE}, with --grid 0, which is greedy]",
 )
 @click.option(
-    "--seed", type=int, default=0, metavar="N", help="Of lengths, ids and drawing.  [default: 0]"
+    "--seed", type=WHOLE, default=0, metavar="N", help="Of lengths, ids and drawing.  [default: 0]"
 )
-@click.option("--repeats", type=int, default=1, metavar="N", help="Timed runs.  [default: 1]")
+@click.option("--repeats", type=WHOLE, default=1, metavar="N", help="Timed runs.  [default: 1]")
 @click.option(
-    "--warm-up", type=int, metavar="N", help="Runs before them.  [default: 1 on a GPU, otherwise 0]"
+    "--warm-up",
+    type=WHOLE,
+    metavar="N",
+    help="Runs before them.  [default: 1 on a GPU, otherwise 0]",
 )
 @output_options
 @compare_options

@@ -41,6 +41,7 @@ from unisono.launcher.bench.engine import (
 from unisono.launcher.bench.process import measure_machine
 from unisono.launcher.bench.report import SHOWN, Report, output_options
 from unisono.launcher.draft_counts import DraftCounts
+from unisono.launcher.option_kinds import WHOLE
 from unisono.launcher.options import config_options, given, option_spec
 from unisono.launcher.prompts import gather_prompts, tokenize_prompts
 from unisono.launcher.resolve import Prepared
@@ -95,11 +96,13 @@ class SpeculateBench:
 @click.option("--batch", default="1,8", show_default=True, metavar="N,N,...")
 @click.option("--prompts-file", metavar="FILE", help="One prompt a line; by default a few of ours.")
 @click.option(
-    "--tokens", type=int, default=128, show_default=True, metavar="N", help="Of each answer."
+    "--tokens", type=WHOLE, default=128, show_default=True, metavar="N", help="Of each answer."
 )
 @click.option("--temperature", type=float, default=0.0, show_default=True, metavar="X")
 @force_option
-@click.option("--repeats", type=int, default=3, show_default=True, metavar="N", help="Timed runs.")
+@click.option(
+    "--repeats", type=WHOLE, default=3, show_default=True, metavar="N", help="Timed runs."
+)
 @output_options
 @config_options(*ENGINE_OPTIONS)
 def speculate_command(model: str, **values: Any) -> int:

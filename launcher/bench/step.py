@@ -44,6 +44,7 @@ from unisono.launcher.bench.step_report import (
     titles,
 )
 from unisono.launcher.engine_client import Engine
+from unisono.launcher.option_kinds import WHOLE
 from unisono.launcher.options import config_options
 from unisono.launcher.roofline import (
     Items,
@@ -64,14 +65,18 @@ from unisono.workers.timings import DeviceTime, Machine, StepsSeen, WatchSteps
 )
 @click.option(
     "--prompt-tokens",
-    type=int,
+    type=WHOLE,
     metavar="N",
     help="Time steps that compute N tokens of whole prompts instead, with no request that decodes; "
     "--context must divide N.",
 )
-@click.option("--context", type=int, default=128, metavar="N", help="Prompt tokens. [default: 128]")
-@click.option("--steps", type=int, default=64, metavar="N", help="Timed in a round. [default: 64]")
-@click.option("--rounds", type=int, default=3, metavar="N", help="[default: 3]")
+@click.option(
+    "--context", type=WHOLE, default=128, metavar="N", help="Prompt tokens. [default: 128]"
+)
+@click.option(
+    "--steps", type=WHOLE, default=64, metavar="N", help="Timed in a round. [default: 64]"
+)
+@click.option("--rounds", type=WHOLE, default=3, metavar="N", help="[default: 3]")
 @config_options("speculate", "temperature")
 @force_option
 @output_options

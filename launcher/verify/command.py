@@ -22,6 +22,7 @@ import click
 from unisono.launcher.answering import numerics_of
 from unisono.launcher.config import LaunchConfig
 from unisono.launcher.console import Console
+from unisono.launcher.option_kinds import WHOLE
 from unisono.launcher.options import config_options, given
 from unisono.launcher.result_file import check_result_file
 from unisono.launcher.text.ids_only import IdsOnly
@@ -91,9 +92,11 @@ OPTIONS = (
 )
 @click.option("--seeded", is_flag=True, help="Also draw with a seed.")
 @click.option("--full", is_flag=True, help="Every combination, not only informative ones.")
-@click.option("--prompts", "num_prompts", type=int, metavar="N", help="[default: 8]")
-@click.option("--max-tokens", type=int, default=32, metavar="N", help="[default: 32]")
-@click.option("--tokens", type=int, metavar="N", help="As many prompts as give N tokens a setting.")
+@click.option("--prompts", "num_prompts", type=WHOLE, metavar="N", help="[default: 8]")
+@click.option("--max-tokens", type=WHOLE, default=32, metavar="N", help="[default: 32]")
+@click.option(
+    "--tokens", type=WHOLE, metavar="N", help="As many prompts as give N tokens a setting."
+)
 @click.option(
     "--against",
     metavar="transformers",

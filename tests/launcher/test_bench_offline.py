@@ -105,6 +105,7 @@ def test_narrow_states_lower_the_floor(monkeypatch):
         (["--requests", "0"], "--requests 0: must be at least 1"),
         (["--requests", "65537"], "--requests 65537: must be at most 65536"),
         (["--min", "0"], "--min 0: must be at least 1"),
+        (["--max", "9" * 4300], "9' has more than 19 digits"),
         (["--max", "50"], "--max 50: must be at least --min, 100"),
         (["--max", "0"], "--max 0: must be at least --min, 100"),
         (

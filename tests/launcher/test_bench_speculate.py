@@ -92,6 +92,7 @@ def test_the_fastest_is_recommended_if_it_is_worth_it(speeds, best):
         (("--batch", "1000000000000"), "--batch 1000000000000: expected whole numbers of 1 to 65"),
         (("--tokens", "0"), "--tokens 0: must be at least 1"),
         (("--repeats", "0"), "--repeats 0: must be at least 1"),
+        (("--tokens", "9" * 4300), "9' has more than 19 digits"),
         (("--tokens", "9999"), "--tokens 9999: a prompt and its answer may have"),
         (("--prompts-file", "gone.txt"), "gone.txt"),
         (("--force-acceptance", "1.5"), "--force-acceptance 1.5: must be above 0 and at most 1"),

@@ -55,6 +55,7 @@ def bench(tmp_path, monkeypatch, capsys):
         (["--batch", "1,x"], "--batch 1,x: expected whole numbers"),
         (["--context", "0"], "--context 0: must be at least 1"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--context", "9" * 4300], "9' has more than 19 digits"),
         (["--rounds", "0"], "--rounds 0: must be at least 1"),
         (["--batch", "1", "--max-step-tokens", "64"], "--max-step-tokens 64: 1 requests that dec"),
         (
@@ -129,7 +130,7 @@ def test_what_cannot_be_is_refused_before_any_process_starts(bench, arguments, m
         # Where --steps 1 is too much, --batch is what helps.
         (["--batch", "2000", "--steps", "1"], "choose at most --batch 1645"),
         (["--context", "4000"], "choose at most --context 1787"),
-        (["--context", "9" * 30], "choose at most --context 1787"),
+        (["--context", "9" * 18], "choose at most --context 1787"),
         (["--steps", "5000"], "choose at most --steps 1750"),
         (["--batch", "200", "--speculate", "8"], "choose at most --batch 13 or --speculate 3"),
         (["--batch", "2000", "--steps", "3000"], "choose less of more than one of --batch, --con"),
