@@ -111,6 +111,8 @@ _LEAST = {
 _ABOVE = {"top_p": 0, "repetition_penalty": 0, "memory_utilization": 0}
 _MOST = {
     "max_requests": MOST_REQUESTS,
+    **dict.fromkeys(("max_tokens", "min_tokens", "state_slots", "max_step_tokens"), 2**31 - 1),
+    "kv_tokens": 2**40,
     "temperature": 100,
     "top_p": 1,
     "min_p": 1,

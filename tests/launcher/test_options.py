@@ -193,6 +193,11 @@ def test_help_shows_text_choices_and_default():
         (["--log-level", "INFO"], "--log-level INFO: choose debug, info, warning or error"),
         (["--max-model-len", "1"], "--max-model-len 1: must be 0 (automatic) or at least 2"),
         (["--max-model-len", "-5"], "--max-model-len -5: must be 0 (automatic) or at least 2"),
+        (
+            ["--kv-tokens", "9" * 30],
+            f"--kv-tokens {'9' * 30}: must be 0 (automatic) or at least 1 a",
+        ),
+        (["--max-tokens", f"1{'0' * 20}"], f"--max-tokens 1{'0' * 20}: must be at least 1 and at"),
         (["--max-requests", "0"], "--max-requests 0: must be at least 1 and at most 65536"),
         (["--max-step-tokens", "-1"], "--max-step-tokens -1: must be 0 (automatic) or at least 1"),
         (["--kv-tokens", "-1"], "--kv-tokens -1: must be at least 0"),
