@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import click
@@ -59,19 +60,20 @@ def ops_command(
     report, made_with = Report(as_json=as_json, output=output), versions()
     times: list[CaseTime] = []
     done: BenchDone | None = None
-    for news in run_bench(plan, os.environ):
-        lines: Iterator[str] = iter(())
-        match news:
-            case Machine():
-                machine = news
-                lines = _header(machine, made_with)
-            case CaseTime():
-                lines = _case_lines(news, machine, times[-1] if times else None)
-                times.append(news)
-            case BenchDone():
-                done = news
-        for line in lines:
-            report.line(line)
+    with closing(run_bench(plan, os.environ)) as told:
+        for news in told:
+            lines: Iterator[str] = iter(())
+            match news:
+                case Machine():
+                    machine = news
+                    lines = _header(machine, made_with)
+                case CaseTime():
+                    lines = _case_lines(news, machine, times[-1] if times else None)
+                    times.append(news)
+                case BenchDone():
+                    done = news
+            for line in lines:
+                report.line(line)
     assert done is not None
     if done.num_left_out:
         report.line(f"{done.num_left_out} cases were left out after {plan.seconds:.0f} s")

@@ -37,6 +37,7 @@ from unisono.launcher.bench.report import SHOWN, Report, output_options
 from unisono.launcher.draft_counts import DraftCounts
 from unisono.launcher.graph_counts import GraphCounts
 from unisono.launcher.options import config_options, given, option_spec
+from unisono.launcher.prompts import wanted_kv_tokens
 from unisono.launcher.resolve import Prepared
 from unisono.launcher.roofline import Items, answers_bytes, floor_s
 from unisono.models.config import ConfigError
@@ -194,6 +195,12 @@ def make_plan(*, model: str, **values: Any) -> OfflineBench:
     else:
         heat = TEMPERATURE if temperature is None else temperature
         jobs = [workload(num_requests, least, most, vocab_size, heat, seed)]
+    held = max(sum(lengths) - 1 for job in jobs for lengths in job.lengths)
+    if wanted := wanted_kv_tokens(held, prepared.worker):
+        raise ConfigError(
+            f"--kv-tokens {prepared.worker.kv_tokens}: a prompt and its answer take {held} tokens "
+            f"({flag}); choose {wanted} or more"
+        )
     warm_up = values["warm_up"]
     if warm_up is None:
         warm_up = int(prepared.worker.device == "cuda")

@@ -122,6 +122,11 @@ def test_narrow_states_lower_the_floor(monkeypatch):
             "128: choose at most 64",
         ),
         (["--max-requests", "0"], "--max-requests 0: must be at least 1"),
+        (
+            ["--grid", "1x8x8,2x60x6", "--kv-tokens", "64"],
+            "--kv-tokens 64: a prompt and its answer take 65 tokens (--grid 1x8x8,2x60x6); choose "
+            "128 or more",
+        ),
         (["--speculate", "9"], "--speculate 9: choose off, auto, 1, 2, 3, 4, 5, 6, 7 or 8"),
         (["--speculate", "2", "--grid", "1x8x8"], "--speculate 2: drafts come from a layer of the"),
     ],
