@@ -161,8 +161,6 @@ def _machine(inputs: Inputs, num_cases: int) -> Machine:
         triton=triton.__version__ if has_triton else "",
         dtype=str(inputs.dtype).removeprefix("torch."),
         bytes_per_s=read_bytes_per_s(inputs.words()),
-        flops_per_s=flops_per_s(
-            (8192,) if on_gpu else (256, 512, 1024), inputs.dtype, inputs.device
-        ),
+        flops_per_s=flops_per_s((8192,) if on_gpu else (512, 1024), inputs.dtype, inputs.device),
         num_cases=num_cases,
     )

@@ -126,7 +126,7 @@ def test_times_are_of_one_call() -> None:
 def test_a_machine_can_what_it_did_at_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else ops outrun their floors, whose weights are packed and lie in a cache."""
     times = iter([[3.0, 2.0], [5.0, 4.0], [9.0, 8.0], [6.0, 7.0]])
-    monkeypatch.setattr(timing, "_host_times", lambda calls: next(times))
+    monkeypatch.setattr(timing, "_host_times", lambda calls, seconds: next(times))
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
     monkeypatch.setattr(timing, "packed_product", lambda weight: abs)
     assert flops_per_s((4, 8), torch.float32, CPU) == 2 * 8**3 / 6.0
