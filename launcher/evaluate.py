@@ -91,6 +91,7 @@ def ppl(
     tokenizer = Tokenizer.load(prepared.source)
     token_ids = _encoded(text, text_file, tokenizer, prepared.worker)
     windows = list(perplexity.sliding_windows(len(token_ids), width, step))
+    perplexity.check_kv_tokens(windows, prepared.worker)
     kind = timed.TimedEngine if prepared.launch.trace else Engine
     with kind(with_tokenizer(prepared.launch, tokenizer.size, tokenizer.eos_ids), cluster) as e:
         with console.loading() as progress:

@@ -13,7 +13,8 @@ import math
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from unisono.launcher.answering import (
@@ -25,6 +26,7 @@ from unisono.launcher.answering import (
     RequestChannel,
     TokenText,
 )
+from unisono.launcher.prompts import wanted_kv_tokens, whole_blocks
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import EngineError, RequestRejected, SamplingParams
 from unisono.workers.config import WorkerConfig
@@ -117,6 +119,16 @@ def sliding_windows(num_tokens: int, window: int, stride: int) -> Iterator[Windo
             return
 
 
+def check_kv_tokens(windows: Sequence[Window], worker: WorkerConfig) -> None:
+    """Raise ConfigError if a KV cache of the size that was asked for cannot hold a window."""
+    longest = max(window.stop - window.start for window in windows)
+    if wanted := wanted_kv_tokens(longest, worker):
+        raise ConfigError(
+            f"--kv-tokens {worker.kv_tokens}: a window has {longest} tokens; choose {wanted} or "
+            f"more, or a --window of {LEAST_WINDOW} to {whole_blocks(worker.kv_tokens)}"
+        )
+
+
 def measure(
     engine: RequestChannel,
     tokenizer: TokenText,
@@ -134,16 +146,17 @@ def measure(
     WorkerLost, and RequestRejected for a window that the engine can never hold.
     """
     logprobs = array("f", bytes(4 * len(token_ids)))
-    answers = _answers(engine, tokenizer, token_ids, windows, in_flight)
-    for finished, answer in enumerate(answers, start=1):
-        if answer.prompt_logprobs is None:
-            raise RequestRejected(f"a window cannot be served: {answer.error}")
-        window = windows[answer.index]
-        for place in range(window.first, window.stop):
-            entry = answer.prompt_logprobs[place - window.start]
-            assert entry is not None, "only the first token of a prompt has none"
-            logprobs[place] = entry.logprob
-        on_windows(finished)
+    # Requests are aborted here at the latest: the caller closes the engine next.
+    with closing(_answers(engine, tokenizer, token_ids, windows, in_flight)) as answers:
+        for finished, answer in enumerate(answers, start=1):
+            if answer.prompt_logprobs is None:
+                raise RequestRejected(f"a window cannot be served: {answer.error}")
+            window = windows[answer.index]
+            for place in range(window.first, window.stop):
+                entry = answer.prompt_logprobs[place - window.start]
+                assert entry is not None, "only the first token of a prompt has none"
+                logprobs[place] = entry.logprob
+            on_windows(finished)
     counted = [place for window in windows for place in range(window.first, window.stop)]
     return Perplexity(
         # The exact sum, rounded once.
@@ -160,7 +173,7 @@ def _answers(
     token_ids: Sequence[int],
     windows: Sequence[Window],
     in_flight: int,
-) -> Iterator[Answer]:
+) -> Generator[Answer, None, None]:
     answering = Answering(engine, tokenizer)
     news: deque[Piece | Answer] = deque()
     waiting = iter(enumerate(windows))

@@ -123,11 +123,11 @@ def check_prompts(requests: Sequence[Request], worker: WorkerConfig, max_tokens:
                 f"{worker.max_model_len} of {option_spec('max_model_len').flag}"
             )
         most = min(count + max_tokens, worker.max_model_len)
-        if (wanted := whole_blocks(most - 1)) > (held := whole_blocks(worker.kv_tokens)) > 0:
+        if wanted := wanted_kv_tokens(most - 1, worker):
             raise RequestRejected(
                 f"{name} has {count} tokens: with up to {most - count} of answer that is more than "
-                f"the {held} of {option_spec('kv_tokens').flag}; choose {wanted} or more, or a "
-                f"smaller {option_spec('max_tokens').flag}"
+                f"the {whole_blocks(worker.kv_tokens)} of {option_spec('kv_tokens').flag}; choose "
+                f"{wanted} or more, or a smaller {option_spec('max_tokens').flag}"
             )
         last = worker.model.vocab_size - 1
         for token in (min(request.prompt_ids), max(request.prompt_ids)):
@@ -136,6 +136,13 @@ def check_prompts(requests: Sequence[Request], worker: WorkerConfig, max_tokens:
                 raise RequestRejected(
                     f"{name} has token id {token}: the model's ids run from 0 to {last}{why}"
                 )
+
+
+def wanted_kv_tokens(num_tokens: int, worker: WorkerConfig) -> int:
+    """The least size of a KV cache that holds so many tokens, if one that does not was asked for;
+    else 0."""
+    wanted = whole_blocks(num_tokens)
+    return wanted if 0 < whole_blocks(worker.kv_tokens) < wanted else 0
 
 
 def whole_blocks(num_tokens: int) -> int:

@@ -14,7 +14,10 @@ from unisono.ops.table import Ops
 from unisono.ops.timing import Call
 
 COLD_BYTES = 160 << 20
-"""Bytes that pass between two reads of a weight: three times the cache of an H200."""
+"""Bytes that pass between two reads of a weight: three times the cache of an H200, and more than a
+core of most CPUs reaches."""
+_ONCE = 1 << 24
+"""Numbers of the noise that are drawn; then they come again, for a CPU draws slowly."""
 NUM_PARTS = 2
 """Parts of an ordered sum."""
 
@@ -35,6 +38,7 @@ class Sizes:
     most_experts: int = 1 << 30
     """Of a mixture with more, so many are timed."""
     cold_bytes: int = 0
+    least_copies: int = 1
 
 
 GPU_SIZES = Sizes(
@@ -46,6 +50,7 @@ GPU_SIZES = Sizes(
     verify=((5, 8192, 32),),
     prefill=(4096, 32768),
     cold_bytes=COLD_BYTES,
+    least_copies=2,
 )
 CPU_SIZES = Sizes(
     linear_rows=(1, 2, 4, 8, 16, 32, 64, 128),
@@ -56,6 +61,7 @@ CPU_SIZES = Sizes(
     verify=((5, 512, 4),),
     prefill=(512,),
     most_experts=16,
+    cold_bytes=COLD_BYTES,
 )
 
 
@@ -69,11 +75,12 @@ class Inputs:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.device, self.dtype, self._cold_bytes = device, dtype, sizes.cold_bytes
+        self.device, self.dtype, self._sizes = device, dtype, sizes
         most = max(_most_bytes(config, sizes, dtype.itemsize) for config in configs)
         count = most // dtype.itemsize
         generator = torch.Generator(device).manual_seed(0)
-        self._noise = torch.randn(count, dtype=dtype, device=device, generator=generator)
+        once = torch.randn(min(count, _ONCE), dtype=dtype, device=device, generator=generator)
+        self._noise = once.repeat(-(-count // _ONCE))[:count]
 
     def noise(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Numbers to be read only: different calls may give the same memory."""
@@ -82,13 +89,18 @@ class Inputs:
         return whole[: torch.Size(shape).numel()].view(shape)
 
     def copies(self, *shape: int) -> list[Tensor]:
-        """Tensors that together do not fit the cache, side by side, or one where that is idle."""
+        """Tensors that together do not fit the cache, side by side."""
         count = self.num_copies(torch.Size(shape).numel() * self.dtype.itemsize)
         return list(self.noise(count, *shape))
 
     def num_copies(self, num_bytes: int) -> int:
         """How many inputs of this size are read in turn."""
-        return max(2, -(-self._cold_bytes // num_bytes)) if self._cold_bytes else 1
+        return max(self._sizes.least_copies, -(-self._sizes.cold_bytes // num_bytes))
+
+    def are_cold(self, calls: Sequence[Call], num_bytes: int) -> bool:
+        """Whether calls that each move so much, made in turn, find nothing in a cache."""
+        # Of small steps a GPU's floor is below any launch, whatever its cache holds.
+        return self.device.type == "cuda" or len(calls) * num_bytes >= self._sizes.cold_bytes
 
     def ids(self, *shape: int, below: int) -> Tensor:
         """Random int64 numbers."""
@@ -130,7 +142,6 @@ class Case:
 
 def _most_bytes(config: ModelConfig, sizes: Sizes, item: int) -> int:
     """The most that a case takes of the noise."""
-    most_copies = 2 if sizes.cold_bytes else 1
     weight = config.vocab_size * config.hidden_size
     weight = max(weight, 2 * config.intermediate_size * config.hidden_size)
     token = max(config.hidden_size, 2 * config.intermediate_size, 3 * config.num_heads * 256)
@@ -139,8 +150,8 @@ def _most_bytes(config: ModelConfig, sizes: Sizes, item: int) -> int:
     pages = (max(spans) + PAGE * max(rows for _, rows in sizes.decode)) * config.num_kv_heads
     most_tokens = max(*sizes.tokens, *sizes.linear_rows, *sizes.prefill)
     needs = (
-        most_copies * weight * item,
-        2 * (sizes.cold_bytes + most_copies * pages * config.head_dim * item),
+        max(sizes.cold_bytes, (sizes.least_copies - 1) * weight * item) + weight * item,
+        2 * (sizes.cold_bytes + sizes.least_copies * pages * config.head_dim * item),
         (NUM_PARTS + 1) * most_tokens * token * item,
         max(sizes.logit_rows) * config.vocab_size * 4,
         *_hybrid_bytes(config, sizes, most_tokens, item),

@@ -10,9 +10,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from unisono.ops.linear import packed_product
 
 Call = Callable[[], object]
 
@@ -20,8 +23,9 @@ REPEATS = 5
 GRAPH_S = 2e-3
 """Seconds of work that a graph is filled up to."""
 MOST_LAUNCHES = 64
-_CPU_S = 0.05
+_CPU_S, _LEAST_S = 0.05, 0.1
 _ROW = 1 << 14
+_PARTS = 4
 
 
 def seconds_per_call(calls: Sequence[Call], device: torch.device) -> float:
@@ -60,14 +64,7 @@ def timing_stream(device: torch.device) -> Iterator[None]:
 
 def host_seconds_per_call(calls: Sequence[Call]) -> float:
     """Median seconds of a call as the host sees it, nothing waited for."""
-    times: list[float] = []
-    began = time.perf_counter()
-    while len(times) < REPEATS or (time.perf_counter() - began < _CPU_S and len(times) < 1000):
-        call = calls[len(times) % len(calls)]
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(_host_times(calls))
 
 
 def read_bytes_per_s(buffer: Tensor) -> float:
@@ -76,22 +73,50 @@ def read_bytes_per_s(buffer: Tensor) -> float:
     buffer: contiguous, of 4 bytes an element and larger than any cache. A copy reads and writes
     every byte, and both count.
     """
-    rows = buffer[: buffer.numel() // _ROW * _ROW].view(-1, _ROW)
-    half = buffer.numel() // 2
-    source, target = buffer[:half], torch.empty_like(buffer[:half])
     device = buffer.device
+    # What else a CPU does disturbs short calls less often.
+    count = 1 if device.type == "cuda" else _PARTS
+    parts = buffer[: buffer.numel() // (count * _ROW) * count * _ROW].view(count, -1, _ROW)
+    half = parts.flatten()[: parts.numel() // 2]
+    target = torch.empty_like(half)
     seconds = (
-        seconds_per_call([lambda: rows.amax(1)], device) / rows.nbytes,
-        seconds_per_call([lambda: rows.sum(1)], device) / rows.nbytes,
-        seconds_per_call([lambda: target.copy_(source)], device) / (2 * source.nbytes),
+        _least_seconds([partial(part.amax, 1) for part in parts], device) / parts[0].nbytes,
+        _least_seconds([partial(part.sum, 1) for part in parts], device) / parts[0].nbytes,
+        _least_seconds([lambda: target.copy_(half)], device) / (2 * half.nbytes),
     )
     return 1.0 / min(seconds)
 
 
-def flops_per_s(size: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Floating point operations a second of torch's own product of two square matrices."""
+def flops_per_s(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> float:
+    """Floating point operations a second of the best product of two square matrices: of torch's
+    own, and on a CPU of that of the ops too."""
+    return max(_product_flops_per_s(size, dtype, device) for size in sizes)
+
+
+def _product_flops_per_s(size: int, dtype: torch.dtype, device: torch.device) -> float:
     x, y = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / seconds_per_call([lambda: x @ y], device)
+    seconds = _least_seconds([lambda: x @ y], device)
+    if device.type == "cpu" and torch.backends.mkldnn.is_available():
+        seconds = min(seconds, _least_seconds([partial(packed_product(y), x)], device))
+    return 2 * size**3 / seconds
+
+
+def _least_seconds(calls: Sequence[Call], device: torch.device) -> float:
+    """What one of `calls` can take. Replays on a GPU hardly differ: their median."""
+    if device.type == "cuda":
+        return seconds_per_call(calls, device)
+    return min(_host_times(calls, _LEAST_S))
+
+
+def _host_times(calls: Sequence[Call], seconds: float = _CPU_S) -> list[float]:
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < REPEATS or (time.perf_counter() - began < seconds and len(times) < 1000):
+        call = calls[len(times) % len(calls)]
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times
 
 
 def _gpu_seconds(call: Call) -> float:

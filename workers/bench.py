@@ -115,9 +115,11 @@ class _Bench:
 
 
 def _timed(case: Case, shape: str, ops: Ops, inputs: Inputs, torch_seconds: float) -> CaseTime:
-    seconds, error = 0.0, ""
+    seconds, is_cold, error = 0.0, True, ""
     try:
-        seconds = _seconds(case, case.ours(inputs, ops), inputs)
+        calls = case.ours(inputs, ops)
+        is_cold = inputs.are_cold(calls, case.num_bytes)
+        seconds = _seconds(case, calls, inputs)
     except Exception as fault:  # The others can still be measured.
         error = " ".join(f"{type(fault).__name__}: {fault}".split())
     return CaseTime(
@@ -128,6 +130,7 @@ def _timed(case: Case, shape: str, ops: Ops, inputs: Inputs, torch_seconds: floa
         num_flops=case.num_flops,
         seconds=seconds,
         torch_seconds=torch_seconds,
+        is_cold=is_cold,
         error=error,
     )
 
@@ -158,6 +161,6 @@ def _machine(inputs: Inputs, num_cases: int) -> Machine:
         triton=triton.__version__ if has_triton else "",
         dtype=str(inputs.dtype).removeprefix("torch."),
         bytes_per_s=read_bytes_per_s(inputs.words()),
-        flops_per_s=flops_per_s(8192 if on_gpu else 1024, inputs.dtype, inputs.device),
+        flops_per_s=flops_per_s((8192,) if on_gpu else (512, 1024), inputs.dtype, inputs.device),
         num_cases=num_cases,
     )

@@ -87,6 +87,8 @@ class CaseTime:
     """Median of one call; 0: it failed, or time was over."""
     torch_seconds: float = 0.0
     """Of what torch has for it; 0: it has nothing, or that failed."""
+    is_cold: bool = True
+    """It reads from memory; else it may find all in a cache, and memory's speed is no floor."""
     error: str = ""
 
 

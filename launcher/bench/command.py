@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import click
@@ -52,26 +53,27 @@ def ops_command(
     """Time every op at the sizes of real models, in steps of 1 to thousands of tokens.
 
     Beside it stand the floor, the time that its bytes or its arithmetic take at the speed measured
-    on this device, and what torch as it comes needs for the same. The last line is JSON. Ends with
-    1 where a case fails.
+    on this device, and what torch as it comes needs for the same. On a CPU what fits its caches has
+    no floor. The last line is JSON. Ends with 1 where a case fails.
     """
     plan = _plan(device, ops, shapes)
     report, made_with = Report(as_json=as_json, output=output), versions()
     times: list[CaseTime] = []
     done: BenchDone | None = None
-    for news in run_bench(plan, os.environ):
-        lines: Iterator[str] = iter(())
-        match news:
-            case Machine():
-                machine = news
-                lines = _header(machine, made_with)
-            case CaseTime():
-                lines = _case_lines(news, machine, times[-1] if times else None)
-                times.append(news)
-            case BenchDone():
-                done = news
-        for line in lines:
-            report.line(line)
+    with closing(run_bench(plan, os.environ)) as told:
+        for news in told:
+            lines: Iterator[str] = iter(())
+            match news:
+                case Machine():
+                    machine = news
+                    lines = _header(machine, made_with)
+                case CaseTime():
+                    lines = _case_lines(news, machine, times[-1] if times else None)
+                    times.append(news)
+                case BenchDone():
+                    done = news
+            for line in lines:
+                report.line(line)
     assert done is not None
     if done.num_left_out:
         report.line(f"{done.num_left_out} cases were left out after {plan.seconds:.0f} s")
@@ -137,8 +139,9 @@ def _case_lines(time: CaseTime, machine: Machine, before: CaseTime | None) -> It
         yield f"{name} failed: {time.error}"[:WIDTH]
         return
     entry = _entry(time, machine)
-    share = f"{entry['floor_us'] / entry['us']:>5.0%}" if time.num_bytes else f"{'':>5}"
-    floor = f"{entry['floor_us']:>9.2f}" if time.num_bytes else f"{'':>9}"
+    has_floor = time.num_bytes and time.is_cold
+    share = f"{entry['floor_us'] / entry['us']:>5.0%}" if has_floor else f"{'':>5}"
+    floor = f"{entry['floor_us']:>9.2f}" if has_floor else f"{'':>9}"
     torch = f"{entry['torch_us']:>10.2f}" if time.torch_seconds else f"{'-':>10}"
     yield f"{name}{entry['us']:>8.2f} {_reached(time, machine):>13}{floor}{share}{torch}"
 
@@ -153,8 +156,9 @@ def _reached(time: CaseTime, machine: Machine) -> str:
 
 
 def _entry(time: CaseTime, machine: Machine) -> dict[str, Any]:
-    """One case as JSON: microseconds; 0 for what was not measured."""
+    """One case as JSON: microseconds; 0 for what was not measured, or is not known."""
     floor = max(time.num_bytes / machine.bytes_per_s, time.num_flops / machine.flops_per_s)
+    floor *= time.is_cold
     return {
         "op": time.op,
         "shape": time.shape,

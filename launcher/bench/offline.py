@@ -38,12 +38,12 @@ from unisono.launcher.draft_counts import DraftCounts
 from unisono.launcher.graph_counts import GraphCounts
 from unisono.launcher.option_kinds import WHOLE
 from unisono.launcher.options import config_options, given, option_spec
-from unisono.launcher.prompts import whole_blocks
+from unisono.launcher.prompts import wanted_kv_tokens
 from unisono.launcher.resolve import Prepared
 from unisono.launcher.roofline import Items, answers_bytes, floor_s
 from unisono.models.config import ConfigError
 from unisono.runtime.protocol import SamplingParams
-from unisono.workers.config import MOST_REQUESTS, WorkerConfig
+from unisono.workers.config import MOST_REQUESTS
 from unisono.workers.timings import Machine
 
 ENGINE_OPTIONS = (*OPTIONS, "speculate", "max_requests", "kv_tokens", "memory_utilization")
@@ -203,7 +203,12 @@ def make_plan(*, model: str, **values: Any) -> OfflineBench:
     else:
         heat = TEMPERATURE if temperature is None else temperature
         jobs = [workload(num_requests, least, most, vocab_size, heat, seed)]
-    _check_cache(flag, jobs, prepared.worker)
+    held = max(sum(lengths) - 1 for job in jobs for lengths in job.lengths)
+    if wanted := wanted_kv_tokens(held, prepared.worker):
+        raise ConfigError(
+            f"--kv-tokens {prepared.worker.kv_tokens}: a prompt and its answer take {held} tokens "
+            f"({flag}); choose {wanted} or more"
+        )
     warm_up = values["warm_up"]
     if warm_up is None:
         warm_up = int(prepared.worker.device == "cuda")
@@ -214,16 +219,6 @@ def make_plan(*, model: str, **values: Any) -> OfflineBench:
         repeats=values["repeats"],
         warm_up=warm_up,
     )
-
-
-def _check_cache(flag: str, jobs: Sequence[Job], worker: WorkerConfig) -> None:
-    """Raise ConfigError if a request alone is more than the KV cache that was asked for."""
-    longest = max(sum(lengths) for job in jobs for lengths in job.lengths)
-    if (wanted := whole_blocks(longest - 1)) > (held := whole_blocks(worker.kv_tokens)) > 0:
-        raise ConfigError(
-            f"{flag}: a request of {longest} tokens is more than the {held} of --kv-tokens; choose "
-            f"{wanted} or more, or less of {flag.partition(' ')[0]}"
-        )
 
 
 def workload(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 
 from unisono.launcher.cluster import SESSION_VARIABLE
@@ -51,8 +51,11 @@ class BenchPlan:
 
 def run_bench(
     plan: BenchPlan, environ: Mapping[str, str]
-) -> Iterator[Machine | CaseTime | BenchDone]:
-    """Yield the machine, the cases as they are measured, and the end. Raises BenchBroken."""
+) -> Generator[Machine | CaseTime | BenchDone, None, None]:
+    """Yield the machine, the cases as they are measured, and the end. Raises BenchBroken.
+
+    Leaving early ends the process: close the iterator.
+    """
     session = secrets.token_hex(16)
     with (
         PrivateDirectory() as directory,

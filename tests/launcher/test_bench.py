@@ -48,6 +48,10 @@ def test_a_line_says_what_was_reached_and_fits() -> None:
     slow = replace(bound_by_products, num_flops=10**9, seconds=20e-6)
     (line,) = _case_lines(slow, replace(MACHINE, flops_per_s=1e14), TIME)
     assert "50.00 TFLOP/s" in line
+    cached = replace(TIME, is_cold=False)
+    (line,) = _case_lines(cached, MACHINE, TIME)
+    assert line.split()[-4:] == ["4.00", "2.000", "TB/s", "12345.68"]
+    assert _entry(cached, MACHINE)["floor_us"] == 0
     (line,) = _case_lines(replace(TIME, seconds=0.0, error="E: " + "x" * 200), MACHINE, TIME)
     assert "failed: E: x" in line
     assert len(line) <= WIDTH
@@ -76,6 +80,7 @@ def test_the_command_measures_and_writes(tmp_path) -> None:
     assert json.loads(where.read_text()) == (result := json.loads(last))
     assert {entry["op"] for entry in result["cases"]} == {"rms_norm", "silu_and_mul"}
     assert all(entry["us"] > 0 and entry["torch_us"] > 0 for entry in result["cases"])
+    assert not any(entry["floor_us"] for entry in result["cases"]), "they fit a cache"
     assert len(result["cases"]) == result["machine"]["num_cases"] == 4
     assert result["num_left_out"] == 0
 

@@ -195,7 +195,7 @@ def test_help_shows_text_choices_and_default():
         (["--max-model-len", "-5"], "--max-model-len -5: must be 0 (automatic) or at least 2"),
         (
             ["--kv-tokens", "9" * 30],
-            f"--kv-tokens {'9' * 30}: must be 0 (automatic) or at least 1 a",
+            f"--kv-tokens {'9' * 30}: must be at least 0 and at most 1099",
         ),
         (["--max-tokens", f"1{'0' * 20}"], f"--max-tokens 1{'0' * 20}: must be at least 1 and at"),
         (["--max-requests", "0"], "--max-requests 0: must be at least 1 and at most 65536"),

@@ -165,6 +165,8 @@ def test_json_and_text(run):
         (b"The sea", ("--window", "4000"), "--window 4000: with one token of answer that is more "
          "than the 128 of --max-model-len; choose 2 to 127"),
         (b"The sea", ("--tp", "0"), "--tp 0: must be at least 1"),
+        (b"The sea " * 12, ("--kv-tokens", "64"), "--kv-tokens 64: a window has 96 tokens; choose "
+         "128 or more, or a --window of 2 to 64"),
     ],
 )  # fmt: skip
 def test_errors_are_one_line_before_any_rank_starts(run, content, options, message):
@@ -173,10 +175,18 @@ def test_errors_are_one_line_before_any_rank_starts(run, content, options, messa
 
 
 def test_a_window_that_never_fits_is_the_users_to_fix(run):
-    code, out, err = run(b"reject me", "--window", "40")
+    """The others are aborted before the engine closes."""
+    code, out, err = run(b"reject me", "--window", "6", "--stride", "1")
     assert (code, out) == (2, "")
     assert err == ("unisono: error: a window cannot be served: needs 9 blocks, there are 8\n")
     assert FakeEngine.made[-1].log[-1] == "close"
+    assert len(FakeEngine.made[-1].aborted) == 3
+
+
+def test_a_small_cache_serves_windows_and_texts_that_fit(run):
+    text = b"The sea " * 12
+    assert run(text, "--kv-tokens", "64", "--window", "64")[0] == 0
+    assert run(text[:64], "--kv-tokens", "1", "--window", "100")[0] == 0
 
 
 def test_the_group_shows_its_commands(capsys):
