@@ -130,8 +130,9 @@ class Tracer:
         self._tokens, self._samples, self._contexts = [], [], []
         with self._lines_path.open("a", encoding="utf-8") as lines:
             lines.writelines(self._lines)
-        with self._values_path.open("ab") as values:
-            values.writelines(self._values)
+        if self._values:
+            with self._values_path.open("ab") as values:
+                values.writelines(self._values)
         self._lines, self._values = [], []
 
     def _watch(self, op: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -92,7 +92,7 @@ def bisect(task: Task, verdict: Verdict, open_watched: OpenWatched) -> Finding:
         verdict = with_margin(verdict, seen.want, seen.got)
         suspects = search.suspects(seen)
         if not suspects:
-            text = "the answers differ again, but no op returned something else: look between ops"
+            text = "the answer differs again, but no op is off: look at what lies between ops"
             return Finding(text=text, verdict=verdict)
         parting, is_gone = suspects[0], None
         if parting.op != KV_CACHE:
@@ -122,7 +122,7 @@ class _Sight:
     want: Answer
     got: Answer
     are_apart: bool
-    """Whether the answers are: to say so takes no op."""
+    """Whether the answers do, whatever ops returned."""
 
     @property
     def differs(self) -> bool:
@@ -179,12 +179,12 @@ class _Search:
         own = [] if seen.parting is None else [seen.parting]
         if not self._between_counts:
             return own
-        ops = ops_before(seen.base[0], seen.parting).items()
-        ops = [(order, name) for order, name in ops if _op(name) != KV_CACHE]
-        numbers = {order: name for order, name in ops if not name.startswith(f"{SAMPLER} ")}
+        numbers, keys = {}, {}
+        for order, name in ops_before(seen.base[0], seen.parting).items():
+            if _op(name) != KV_CACHE:
+                (keys if name.startswith(f"{SAMPLER} ") else numbers)[order] = name
         # Keys that name tokens are no numbers that may be a little off: their ops are tried last,
         # on the very logits.
-        keys = {order: name for order, name in ops if order not in numbers}
         for part, values in ((numbers, tuple(numbers.values())), (keys, ())):
             for setting in (self._setting, self._base) if part else ():
                 if found := self._off_from_references(setting, part, values):
@@ -197,10 +197,8 @@ class _Search:
             return "op by op, without graphs, nothing differs: a graph is at fault"
         if not self._between_counts:
             return "no op returned something else this time: the difference comes and goes"
-        return (
-            f"no op is off by more than {self._tolerance:.2g} of its size, nor this answer by more "
-            "than the bound: small differences add up"
-        )
+        most = f"{self._tolerance:.2g} of its size"
+        return f"this time no op is off by more than {most}, nor the answer by more than the bound"
 
     def _off_from_references(
         self, setting: Setting, ops: Mapping[int, str], values: tuple[str, ...]
@@ -220,8 +218,8 @@ class _Search:
                 Run(setting=setting, answers=[_until_other(each, want, got)], reach=_NOWHERE)
                 for setting, each in ((self._base, want), (self._setting, got))
             )
-            forced = ([each.answers[0].logprobs] for each in (run, plain))
-            return not judge_ranks(run, plain, *forced, self._bound).ok
+            mine, theirs = ([each.answers[0].logprobs] for each in (run, plain))
+            return not judge_ranks(run, plain, mine, theirs, self._bound).ok
         here = slice(self._token + 1)
         return (want.token_ids[here], want.checksums[here]) != (
             got.token_ids[here],
