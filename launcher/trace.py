@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+REPLICATED = ("rms_norm", "add_rms_norm", "reduce_rows")
+"""Ops whose outputs are the same on every rank: those that rank counts are compared by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,8 @@ class Parting:
     rank: int
     relative: float | None = None
     """How far off it is, relative rms; None: other bits."""
+    num_ranks: int | None = None
+    """Of how many ranks that is one, where two counts are compared and both may be meant."""
 
     @property
     def op(self) -> str:
@@ -61,7 +66,8 @@ class Parting:
 
     def __str__(self) -> str:
         off = "other bits" if self.relative is None else f"off by {self.relative:.2g} of its size"
-        return f"{self.name}, position {self.position}, rank {self.rank}: {off}"
+        rank = f"{self.rank}" if self.num_ranks is None else f"{self.rank} of {self.num_ranks}"
+        return f"{self.name}, position {self.position}, rank {rank}: {off}"
 
 
 def read_trace(directory: Path, ranks: int) -> list[RankTrace]:
@@ -119,6 +125,58 @@ def where_ranks_part(
     return _first(found)
 
 
+def ops_before(trace: RankTrace, parting: Parting | None) -> dict[int, str]:
+    """What led to `parting`, the op of a replicated value: from their places in the forward to the
+    names of the ops behind the replicated value before it, itself included. None: of all behind the
+    last replicated value."""
+    last = math.inf if parting is None else parting.order
+    before = [each.order for each in trace.records if each.order < last and each.values is not None]
+    begin = max(before, default=0)
+    return {each.order: each.name for each in trace.records if begin < each.order <= last}
+
+
+def where_references_part(
+    want: Sequence[RankTrace],
+    got: Sequence[RankTrace],
+    end: int,
+    tolerance: float,
+    places: Container[int],
+) -> list[Parting]:
+    """Compare a run with one of the same rank count, `want`, in which ops are references.
+
+    Of each op at one of the `places` of the forward, in its order: the rank that is furthest off,
+    and there the first row that is by more than `tolerance`; or that has other bits, if no numbers
+    were kept. The others may be a little off for the sake of what lies before.
+    """
+    first: dict[tuple[str, int], Parting] = {}
+    largest: dict[tuple[str, int], float] = {}
+    for rank, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        for record, base in _pairs(mine, theirs, end):
+            if record.order not in places or record.checksum == base.checksum:
+                continue
+            off = None
+            if record.values is not None:
+                off = _relative(mine.numbers(record), theirs.numbers(base))
+                if off <= tolerance:
+                    continue
+            key = record.name, rank
+            size = off if off is not None and off == off else math.inf
+            largest[key] = max(size, largest.get(key, 0.0))
+            parting = Parting(
+                order=record.order,
+                name=record.name,
+                position=record.position,
+                rank=rank,
+                relative=off,
+                num_ranks=len(got),
+            )
+            first.setdefault(key, parting)
+    furthest: dict[str, Parting] = {}
+    for key in sorted(first, key=lambda key: -largest[key]):
+        furthest.setdefault(key[0], first[key])
+    return sorted(furthest.values(), key=_place)
+
+
 def _read_rank(path: Path) -> RankTrace:
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -156,5 +214,9 @@ def _relative(mine: Sequence[float], base: Sequence[float]) -> float:
     return math.sqrt(off / size) if size else math.inf
 
 
+def _place(parting: Parting) -> tuple[int, int, int]:
+    return parting.order, parting.position, parting.rank
+
+
 def _first(found: Sequence[Parting]) -> Parting | None:
-    return min(found, key=lambda each: (each.order, each.position, each.rank), default=None)
+    return min(found, key=_place, default=None)

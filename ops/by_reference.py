@@ -16,7 +16,19 @@ from torch import Tensor
 from unisono.ops.attention import AttentionShape
 from unisono.ops.delta import CHUNK, DeltaPlan, PendingTokens
 from unisono.ops.linear import Linear
-from unisono.ops.reference import activation, embedding, experts, norm, reduce, rope_kv
+from unisono.ops.reference import (
+    activation,
+    draft_plan,
+    embedding,
+    experts,
+    filters,
+    gumbel,
+    norm,
+    penalties,
+    reduce,
+    rope_kv,
+    sampling,
+)
 from unisono.ops.reference.attention import attention
 from unisono.ops.reference.delta_rule import gates, replay, step, unit_heads
 from unisono.ops.reference.linear import linear
@@ -168,6 +180,14 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "delta_rule": {"delta_rule": _recur},
     "route_experts": {"route_experts": experts.route_experts},
     "experts": {"pack_experts": partial(experts.pack_experts, pack_linear=_pack_linear)},
+    "penalize": {"penalize": penalties.penalize},
+    "add_bias": {"add_bias": penalties.add_bias},
+    "filter_logits": {"filter_logits": filters.filter_logits},
+    "add_noise": {"add_noise": gumbel.add_noise},
+    "noisy_argmax_keys": {"noisy_argmax_keys": gumbel.noisy_argmax_keys},
+    "argmax_keys": {"argmax_keys": sampling.argmax_keys},
+    "unpack_keys": {"unpack_keys": sampling.unpack_keys},
+    "settle_drafts": {"settle_drafts": draft_plan.settle_drafts},
 }
 """By the name a trace has for an op: the fields of `Ops` that its reference fills."""
 NEED_THE_HOST = frozenset({"paged_attention", "short_conv", "delta_rule", "experts"})

@@ -55,7 +55,7 @@ from unisono.workers.speculator import Speculator
 from unisono.workers.state_pool import StatePool, caches_of
 from unisono.workers.step_buffers import StepBuffers
 from unisono.workers.step_parts import StepParts
-from unisono.workers.tracer import Tracer
+from unisono.workers.tracer import SAMPLER, Tracer
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -386,6 +386,7 @@ class LocalEngine:
         slots = SlotTable(*most, device, self._num_drafts)
         owners = (cache, states, slots) if states is not None else (cache, slots)
         pool = GraphPool(device, group, owners, "" if self._graphs else "eager")
+        ops = build.within(SAMPLER).ops
         sampler = Sampler(ops, group, self.partition, self._num_token_ids)
         owned = (model, cache, states, slots, sampler, pool)
         shape, windows = self._shape(group.rank), sorted(self._windows())

@@ -177,6 +177,88 @@ def bias_first(rank: int, ops: Ops) -> Mapping[str, Any]:
     return {"reduce_rows": reduce}
 
 
+def louder(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """The activation of a rank is off by a twentieth."""
+    return {"silu_and_mul": lambda x: ops.silu_and_mul(x) * 1.05} if rank else {}
+
+
+def louder_attention(rank: int, ops: Ops) -> Mapping[str, Any]:
+    return {"paged_attention": lambda q, *args: ops.paged_attention(q, *args) * 1.2} if rank else {}
+
+
+def louder_delta(rank: int, ops: Ops) -> Mapping[str, Any]:
+    def rule(*args: Any, **kwargs: Any) -> Tensor:
+        out = ops.delta_rule(*args, **kwargs)
+        out[..., 0] *= 1.2  # a norm follows: the whole of it makes no difference
+        return out
+
+    return {"delta_rule": rule} if rank else {}
+
+
+def turned(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """Keys alone are rotated by the position before, on a rank."""
+
+    def rope(heads: Tensor, num: int, norms: Any, eps: float, cos: Tensor, sin: Tensor, *rest: Any):  # type: ignore[no-untyped-def]
+        ops.rope_and_write_kv(heads, num, norms, eps, cos.roll(1, 0), sin.roll(1, 0), *rest)
+        saved = [cache.clone() for cache in rest[:2]]
+        q = ops.rope_and_write_kv(heads, num, norms, eps, cos, sin, *rest)
+        for there, other in zip(rest, saved, strict=False):
+            there.copy_(other)
+        return q
+
+    return {"rope_and_write_kv": rope} if rank else {}
+
+
+def skewed_head(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """The logits of a rank are too great."""
+
+    def pack(weight: Tensor) -> Callable[[Tensor], Tensor]:
+        product = ops.pack_head(weight)
+        return lambda x: product(x) * 1.5
+
+    return {"pack_head": pack} if rank else {}
+
+
+def second_best(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """In company the likeliest token is passed over."""
+
+    def keys(logits: Tensor, *args: Any) -> Tensor:
+        if len(logits) > 1:
+            logits = logits.scatter(1, logits.argmax(1, keepdim=True), -1e9)
+        return ops.argmax_keys(logits, *args)
+
+    return {"argmax_keys": keys}
+
+
+def low_ids(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """A rank does not offer the upper half of its ids."""
+
+    def keys(logits: Tensor, first: int, num_ids: int) -> Tensor:
+        return ops.argmax_keys(logits[:, : logits.shape[1] // 2].contiguous(), first, num_ids)
+
+    return {"argmax_keys": keys} if rank else {}
+
+
+def other_noise(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """In company the noise is dealt to other ids."""
+
+    def keys(logits: Tensor, *args: Any) -> Tensor:
+        if len(logits) > 1:
+            logits = logits.flip(-1)
+        return ops.noisy_argmax_keys(logits, *args)
+
+    return {"noisy_argmax_keys": keys}
+
+
+def takes_first(rank: int, ops: Ops) -> Mapping[str, Any]:
+    """In company everybody gets the token of the first."""
+
+    def settle(keys: Tensor, *args: Any) -> Any:
+        return ops.settle_drafts(keys[:1].expand(len(keys)), *args)
+
+    return {"settle_drafts": settle}
+
+
 def no_sum(rank: int, ops: Ops) -> Mapping[str, Any]:
     """Partial sums of wide inputs are taken for the whole."""
 
@@ -327,6 +409,23 @@ FAULTS = [
     pytest.param(
         "qwen3-next+mtp", checked, DRAFTS, r"layers\.\d+\.attention paged_attention", True
     ),
+    pytest.param("llama", louder, PAIR, r"layers\.0\.mlp silu_and_mul.* rank 1 of 2", True),
+    pytest.param(
+        "llama", louder_attention, PAIR, r"layers\.0\.attention paged_attention.* rank 1 of 2", True
+    ),
+    pytest.param(
+        "llama", turned, PAIR, r"layers\.0\.attention rope_and_write_kv.* rank 1 of 2", True
+    ),
+    pytest.param(
+        "qwen3-next", louder_delta, PAIR, r"layers\.0\.delta_net delta_rule.* rank 1 of 2", True
+    ),
+    pytest.param("llama", skewed_head, PAIR, r"head linear.* rank 1 of 2", True),
+    pytest.param("llama", low_ids, PAIR, r"sampler argmax_keys.* rank 1 of 2", True),
+    pytest.param("llama", second_best, BATCH, r"sampler argmax_keys, position \d+, rank 0", True),
+    pytest.param(
+        "llama", other_noise, replace(BATCH, seeded=True), r"sampler noisy_argmax_keys", True
+    ),
+    pytest.param("llama", takes_first, BATCH, r"sampler settle_drafts", True),
     pytest.param(
         "qwen3-next", forgets, CHUNK, r"layers\.0\.delta_net short_conv, position 64", False
     ),

@@ -111,8 +111,8 @@ class WorkerConfig:
     """Ids the tokenizer knows; later ones are never chosen. 0: the whole vocabulary."""
     trace_dir: str = ""
     """Where every rank records what its ops return (workers/tracer.py); empty: nowhere."""
-    trace_values: bool = False
-    """Record numbers too, of what every rank holds whole."""
+    trace_values: tuple[str, ...] = ()
+    """What is recorded as numbers, too: ops, each everywhere ("rms_norm") or in one place."""
     reference_ops: tuple[str, ...] = ()
     """Ops that are computed by their references (ops/by_reference.py), to find out which one is at
     fault."""

@@ -62,7 +62,7 @@ from unisono.workers.state_pool import StatePool
 from unisono.workers.step_buffers import StepBuffers
 from unisono.workers.step_parts import StepParts
 from unisono.workers.timings import StepsSeen, WatchSteps
-from unisono.workers.tracer import Tracer
+from unisono.workers.tracer import SAMPLER, Tracer
 from unisono.workers.weight_memory import check_weights, weight_bytes
 from unisono.workers.weights import Weights
 
@@ -139,7 +139,7 @@ class Worker:
         self._weights = Weights(self._config, self._partition, build, self._report)
         self._weights.load(self._config.model_path, self._config.load_format)
         self._report.enter("take memory")
-        self._runner = self._build_runner(ops)
+        self._runner = self._build_runner(build.within(SAMPLER).ops)
         activations = graph_bytes = 0
         if self._device.type == "cuda":
             memory = (self._graphs, self._cache, self._states)

@@ -275,6 +275,32 @@ def test_what_differs_from_graphs_only_is_a_graphs_fault(
     assert (watched.no_graphs, bool(watched.trace_dir)) == (True, True)
 
 
+@pytest.mark.parametrize(
+    ("twist", "finding"),
+    [
+        (
+            lambda engine, token: (
+                token + (engine.limits.prefix_cache and not engine.worker.trace_dir)
+            ),
+            "no op returned something else this time: the difference comes and goes",
+        ),
+        (
+            lambda engine, token: token + engine.limits.prefix_cache,
+            "the answer differs again, but no op is off: look at what lies between ops",
+        ),
+    ],
+    ids=["once", "always"],
+)
+def test_a_difference_comes_and_goes_only_if_it_is_gone(
+    run: Run, model: str, engines: type[FakeEngine], twist: Any, finding: str
+) -> None:
+    engines.twist = twist
+    batch_alone = [*ALONE[:4], *ALONE[6:]]
+    code, out, _ = run(model, *RANDOM, *batch_alone, "--json")
+    *_, other = json.loads(out)["settings"]
+    assert (code, other["ok"], other["finding"]) == (1, False, finding)
+
+
 INTERRUPTED = ("--load-format", "random", "--prompts", "3", "--max-tokens", "16")
 
 

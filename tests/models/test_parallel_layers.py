@@ -175,7 +175,7 @@ def test_ops_that_are_watched_or_replaced_are_called_one_by_one(
     fusing = replace(dispatch.resolve(CPU, 8), fuses_sums=True)
     assert with_references(fusing, []).fuses_sums
     assert not with_references(fusing, ["add_rms_norm"]).fuses_sums
-    assert not Tracer(str(tmp_path), 0, values=False).tap(fusing, "layers.0").fuses_sums
+    assert not Tracer(str(tmp_path), 0).tap(fusing, "layers.0").fuses_sums
     monkeypatch.setattr(dispatch, "_cpu_ops", lambda head_dim: fusing)
     assert dispatch.resolve(CPU, 8).fuses_sums
     with dispatch.use(reduce_rows=fusing.reduce_rows):
