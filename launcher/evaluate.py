@@ -22,6 +22,7 @@ from unisono.models.config import ConfigError
 
 if TYPE_CHECKING:
     from unisono.launcher.perplexity import Perplexity
+    from unisono.launcher.resolve import Prepared
     from unisono.launcher.text.tokenizer import Tokenizer
     from unisono.runtime.protocol import EngineReady
     from unisono.workers.config import WorkerConfig
@@ -79,16 +80,13 @@ def ppl(
 
     from unisono.launcher.engine_client import Engine
     from unisono.launcher.resolve import prepare, with_tokenizer
-    from unisono.launcher.text.tokenizer import Tokenizer
 
     with console.fetching() as fetched:
         prepared = prepare(model, given(options, LAUNCH_OPTIONS), os.environ, cluster, fetched)
     log_format = "%(asctime)s launcher %(levelname)s %(message)s"
     logging.basicConfig(level=prepared.launch.log_level.upper(), format=log_format)
     width, step = perplexity.resolve_windows(window, stride, prepared.worker)
-    if not prepared.has_tokenizer:
-        raise ConfigError(f"{model} has no tokenizer, so it cannot read --text {text_file}")
-    tokenizer = Tokenizer.load(prepared.source)
+    tokenizer = _tokenizer(model, text_file, prepared)
     token_ids = _encoded(text, text_file, tokenizer, prepared.worker)
     windows = list(perplexity.sliding_windows(len(token_ids), width, step))
     perplexity.check_kv_tokens(windows, prepared.worker)
@@ -123,6 +121,14 @@ def ppl(
     }
     console.write((json.dumps(facts) if as_json else _as_text(facts)) + "\n")
     return 0
+
+
+def _tokenizer(model: str, text_file: str, prepared: Prepared) -> Tokenizer:
+    from unisono.launcher.text.tokenizer import Tokenizer
+
+    if not prepared.has_tokenizer:
+        raise ConfigError(f"{model} has no tokenizer, so it cannot read --text {text_file}")
+    return Tokenizer.load(prepared.source)
 
 
 def _read_text(name: str) -> str:

@@ -109,10 +109,11 @@ _LEAST = {
     "prompt_logprobs": 0,
 }
 _ABOVE = {"top_p": 0, "repetition_penalty": 0, "memory_utilization": 0}
+MOST_KV_TOKENS = 2**40
 _MOST = {
     "max_requests": MOST_REQUESTS,
     **dict.fromkeys(("max_tokens", "min_tokens", "state_slots", "max_step_tokens"), 2**31 - 1),
-    "kv_tokens": 2**40,
+    "kv_tokens": MOST_KV_TOKENS,
     "temperature": 100,
     "top_p": 1,
     "min_p": 1,

@@ -20,7 +20,8 @@ from unisono.launcher.bench.engine import (
     prepare_engine,
     whole_numbers,
 )
-from unisono.launcher.options import given
+from unisono.launcher.options import MOST_KV_TOKENS, given
+from unisono.launcher.prompts import whole_blocks
 from unisono.launcher.resolve import Prepared
 from unisono.models.config import ConfigError
 from unisono.runtime.config import STEP_TOKENS
@@ -168,7 +169,8 @@ def make_plan(*, model: str, **values: Any) -> StepBench:
         "max_step_tokens": sizes.max_step_tokens,
         "max_model_len": longest,
         "max_requests": sizes.max_requests,
-        "kv_tokens": sizes.max_requests * -(-longest // BLOCK_SIZE) * BLOCK_SIZE,
+        # What is longer than any model serves is refused as that.
+        "kv_tokens": min(sizes.max_requests * whole_blocks(longest), MOST_KV_TOKENS),
         "no_prefix_cache": True,
     }
     prepared = prepare_engine(model, options, sizes.what, sizes.legal, forced)

@@ -179,7 +179,8 @@ class _Search:
         own = [] if seen.parting is None else [seen.parting]
         if not self._between_counts:
             return own
-        numbers, keys = {}, {}
+        numbers: dict[int, str] = {}
+        keys: dict[int, str] = {}
         for order, name in ops_before(seen.base[0], seen.parting).items():
             if _op(name) != KV_CACHE:
                 (keys if name.startswith(f"{SAMPLER} ") else numbers)[order] = name
