@@ -88,8 +88,7 @@ def ppl(
     width, step = perplexity.resolve_windows(window, stride, prepared.worker)
     tokenizer = _tokenizer(model, text_file, prepared)
     token_ids = _encoded(text, text_file, tokenizer, prepared.worker)
-    windows = list(perplexity.sliding_windows(len(token_ids), width, step))
-    perplexity.check_kv_tokens(windows, prepared.worker)
+    windows = perplexity.windows_held(len(token_ids), width, step, prepared.worker)
     kind = timed.TimedEngine if prepared.launch.trace else Engine
     with kind(with_tokenizer(prepared.launch, tokenizer.size, tokenizer.eos_ids), cluster) as e:
         with console.loading() as progress:

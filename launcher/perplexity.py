@@ -119,14 +119,18 @@ def sliding_windows(num_tokens: int, window: int, stride: int) -> Iterator[Windo
             return
 
 
-def check_kv_tokens(windows: Sequence[Window], worker: WorkerConfig) -> None:
-    """Raise ConfigError if a KV cache of the size that was asked for cannot hold a window."""
-    longest = max(window.stop - window.start for window in windows)
+def windows_held(
+    num_tokens: int, window: int, stride: int, worker: WorkerConfig
+) -> Sequence[Window]:
+    """All `sliding_windows`. Raises ConfigError if a KV cache of the size that was asked for cannot
+    hold one."""
+    longest = min(window, num_tokens)
     if wanted := wanted_kv_tokens(longest, worker):
         raise ConfigError(
             f"--kv-tokens {worker.kv_tokens}: a window has {longest} tokens; choose {wanted} or "
             f"more, or a --window of {LEAST_WINDOW} to {whole_blocks(worker.kv_tokens)}"
         )
+    return list(sliding_windows(num_tokens, window, stride))
 
 
 def measure(
