@@ -419,6 +419,13 @@ FAULTS = [
     pytest.param(
         "qwen3-next", louder_delta, PAIR, r"layers\.0\.delta_net delta_rule.* rank 1 of 2", True
     ),
+    pytest.param(  # no row is off by as much as one may be, but the answer is
+        "llama",
+        louder_attention,
+        replace(PAIR, dtype="bfloat16"),
+        r"layers\.\d\.attention paged_attention.* rank 1 of 2",
+        True,
+    ),
     pytest.param("llama", skewed_head, PAIR, r"head linear.* rank 1 of 2", True),
     pytest.param("llama", low_ids, PAIR, r"sampler argmax_keys.* rank 1 of 2", True),
     pytest.param("llama", second_best, BATCH, r"sampler argmax_keys, position \d+, rank 0", True),
@@ -442,9 +449,10 @@ def test_a_planted_fault_is_found_and_named(
     is_gone: bool | None,
 ) -> None:
     path = checkpoint(model)
-    settings = list(dict.fromkeys([PLAIN, setting.plain, setting]))
+    base = replace(PLAIN, dtype=setting.dtype)
+    settings = list(dict.fromkeys([base, setting.plain, setting]))
     if setting.tp > 1 and setting != setting.plain:
-        settings.remove(PLAIN)
+        settings.remove(base)
     whole = task(path, settings)
     open_engine = opener(path, fault)
     verdicts = judged(whole, open_engine)

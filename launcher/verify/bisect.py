@@ -8,9 +8,9 @@ first of them that is off says that it, or an op since the one before, is at fau
 off but the answers are apart, it is an op behind the last of them. Shards are not put side by side:
 key heads may lie on several ranks, and delta nets and experts are cut in other ways again. Instead
 the count runs once more with all of those ops as references. An op of a rank that is off from what
-it returns there, by more than rounding, is suspected; the greater count is looked at first. Of the
-suspects, in the order of the forward, the first is named whose reference alone makes the difference
-go away: those behind it are off for its sake.
+it returns there is suspected; the greater count is looked at first. Of the suspects, in the order
+of the forward, the first is named whose reference alone makes the difference go away: those behind
+it are off for its sake. So a finer measure may be taken where the bound finds nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +91,14 @@ def bisect(task: Task, verdict: Verdict, open_watched: OpenWatched) -> Finding:
         if not seen.differs:
             return Finding(text=search.no_difference(), verdict=verdict)
         verdict = with_margin(verdict, seen.want, seen.got)
-        suspects = search.suspects(seen)
-        if not suspects:
-            text = "the answer differs again, but no op is off: look at what lies between ops"
-            return Finding(text=text, verdict=verdict)
-        parting, is_gone = suspects[0], None
-        if parting.op != KV_CACHE:
-            cured = (each for each in suspects if not search.look((each.op,)).differs)
-            culprit = next(cured, None)
-            parting, is_gone = culprit or parting, culprit is not None
+        culprit = search.culprit(seen)
     except EngineError as error:
         return Finding(text=f"bisection failed: {error}", verdict=verdict)
+    parting = culprit or seen.parting
+    if parting is None:
+        text = "the answer differs again, though no op does: look at what lies between ops"
+        return Finding(text=text, verdict=verdict)
+    is_gone = None if parting.op == KV_CACHE else culprit is not None
     text = (
         f"first difference: {parting}; "
         + {
@@ -119,6 +117,8 @@ class _Sight:
     base: Sequence[RankTrace]
     parting: Parting | None
     """Where their ops part."""
+    hint: Parting | None
+    """Where they do by less than they may, if nothing else does and the answers are apart."""
     want: Answer
     got: Answer
     are_apart: bool
@@ -142,11 +142,10 @@ class _Search:
         self._request = 0 if first is None else first.request
         self._token = 0 if first is None else first.token
         self._bound = rank_bound(task.model, self._setting.dtype)
-
-    @property
-    def _tolerance(self) -> float:
-        """Of a row, where the same bits are not promised."""
-        return RANK_TOLERANCE * self._bound
+        # Of a row, where the same bits are not promised; and what is tried where nothing is found.
+        self._tolerance, *self._finer = (
+            self._bound * RANK_TOLERANCE / part for part in (1, 2, 4, 8)
+        )
 
     @property
     def _end(self) -> int:
@@ -165,32 +164,49 @@ class _Search:
             for settings in engines:
                 found += self._watched(settings, new(), values, references)
             (base, want), (other, got) = found
+            are_apart, hint = self._are_apart(want, got), None
             if self._between_counts:
-                parting = where_ranks_part(base[0], other, self._end, self._tolerance)
+                part = partial(where_ranks_part, base[0], other, self._end)
+                parting = part(self._tolerance)
+                if are_apart and parting is None:
+                    hint = next(filter(None, map(part, self._finer)), None)
             else:
                 if self._setting.speculate != "off":
                     other = [trace.settled() for trace in other]
                 parting = where_bits_part(base, other, self._end)
-        are_apart = self._are_apart(want, got)
-        return _Sight(base=base, parting=parting, want=want, got=got, are_apart=are_apart)
+        return _Sight(
+            base=base, parting=parting, hint=hint, want=want, got=got, are_apart=are_apart
+        )
 
-    def suspects(self, seen: _Sight) -> list[Parting]:
-        """The ops that may be at fault, in the order of the forward."""
-        own = [] if seen.parting is None else [seen.parting]
-        if not self._between_counts:
-            return own
+    def culprit(self, seen: _Sight) -> Parting | None:
+        """The first suspect whose reference makes the difference go away."""
+        tried = {KV_CACHE}
+        for parting in self._suspects(seen):
+            if parting.op not in tried and not self.look((parting.op,)).differs:
+                return parting
+            tried.add(parting.op)
+        return None
+
+    def _suspects(self, seen: _Sight) -> Iterator[Parting]:
+        if self._between_counts:
+            yield from self._since_the_last(seen.base[0], seen.parting)
+        if seen.parting is not None:
+            yield seen.parting
+        if seen.hint is not None:
+            yield from self._since_the_last(seen.base[0], seen.hint)
+
+    def _since_the_last(self, base: RankTrace, parting: Parting | None) -> Iterator[Parting]:
+        """Ops that are off since the last replicated value before `parting`, or of all."""
         numbers: dict[int, str] = {}
         keys: dict[int, str] = {}
-        for order, name in ops_before(seen.base[0], seen.parting).items():
+        for order, name in ops_before(base, parting).items():
             if _op(name) != KV_CACHE:
                 (keys if name.startswith(f"{SAMPLER} ") else numbers)[order] = name
         # Keys that name tokens are no numbers that may be a little off: their ops are tried last,
         # on the very logits.
         for part, values in ((numbers, tuple(numbers.values())), (keys, ())):
             for setting in (self._setting, self._base) if part else ():
-                if found := self._off_from_references(setting, part, values):
-                    return found
-        return own
+                yield from self._off_from_references(setting, part, values)
 
     def no_difference(self) -> str:
         """What it means that nothing differs this time."""
@@ -210,7 +226,10 @@ class _Search:
         with _folders() as new:
             [(got, _)] = self._watched((setting,), new(), values)
             [(want, _)] = self._watched((setting,), new(), values, references)
-            return where_references_part(want, got, self._end, self._tolerance, ops)
+            for tolerance in (self._tolerance, *self._finer):
+                if found := where_references_part(want, got, self._end, tolerance, ops):
+                    return found
+        return []
 
     def _are_apart(self, want: Answer, got: Answer) -> bool:
         """Whether the answers differ by more than is allowed, up to where they first did."""

@@ -286,7 +286,7 @@ def test_what_differs_from_graphs_only_is_a_graphs_fault(
         ),
         (
             lambda engine, token: token + engine.limits.prefix_cache,
-            "the answer differs again, but no op is off: look at what lies between ops",
+            "the answer differs again, though no op does: look at what lies between ops",
         ),
     ],
     ids=["once", "always"],
