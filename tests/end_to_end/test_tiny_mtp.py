@@ -83,8 +83,9 @@ def test_nor_do_they_drawn_on_ranks_or_in_bf16_for_two_clients(way: dict[str, An
     plain, drafted = answers("off"), answers("3")
     for want, got in zip(plain, drafted, strict=True):
         assert [each.digest for each in got] == [each.digest for each in want]
-    easy, hard = (DraftCounts.of(each).shares[0] for each in drafted)
-    assert easy > hard > 0
+    easy, hard = map(DraftCounts.of, drafted)
+    assert easy != hard, "drafts of both should not be as often right"
+    assert sum(easy.right) > 0 < sum(hard.right)
 
 
 def test_rejection_is_for_requests_without_a_seed(
