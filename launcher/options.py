@@ -110,6 +110,7 @@ _LEAST = {
 }
 _ABOVE = {"top_p": 0, "repetition_penalty": 0, "memory_utilization": 0}
 MOST_KV_TOKENS = 2**40
+"""Far more than there is memory for; what is planned from it fits the messages to ranks."""
 _MOST = {
     "max_requests": MOST_REQUESTS,
     **dict.fromkeys(("max_tokens", "min_tokens", "state_slots", "max_step_tokens"), 2**31 - 1),

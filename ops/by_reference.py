@@ -165,29 +165,33 @@ def _recur(
     return torch.cat(outputs)
 
 
+DEFINITIONS: dict[str, Any] = {
+    "rms_norm": norm.rms_norm,
+    "add_rms_norm": norm.add_rms_norm,
+    "gated_rms_norm": norm.gated_rms_norm,
+    "silu_and_mul": activation.silu_and_mul,
+    "sigmoid_and_mul": activation.sigmoid_and_mul,
+    "embed_shard": embedding.embed_shard,
+    "reduce_rows": reduce.reduce_rows,
+    "rope_and_write_kv": rope_kv.rope_and_write_kv,
+    "route_experts": experts.route_experts,
+    "penalize": penalties.penalize,
+    "add_bias": penalties.add_bias,
+    "filter_logits": filters.filter_logits,
+    "add_noise": gumbel.add_noise,
+    "noisy_argmax_keys": gumbel.noisy_argmax_keys,
+    "argmax_keys": sampling.argmax_keys,
+    "unpack_keys": sampling.unpack_keys,
+    "settle_drafts": draft_plan.settle_drafts,
+}
+"""Ops whose definition is all that a CPU has for them, too, by their field of `Ops`."""
 REFERENCES: dict[str, dict[str, Any]] = {
+    **{name: {name: definition} for name, definition in DEFINITIONS.items()},
     "linear": {"pack_linear": _pack_linear, "pack_head": _pack_head},
-    "rms_norm": {"rms_norm": norm.rms_norm},
-    "add_rms_norm": {"add_rms_norm": norm.add_rms_norm},
-    "gated_rms_norm": {"gated_rms_norm": norm.gated_rms_norm},
-    "silu_and_mul": {"silu_and_mul": activation.silu_and_mul},
-    "sigmoid_and_mul": {"sigmoid_and_mul": activation.sigmoid_and_mul},
-    "embed_shard": {"embed_shard": embedding.embed_shard},
-    "reduce_rows": {"reduce_rows": reduce.reduce_rows},
-    "rope_and_write_kv": {"rope_and_write_kv": rope_kv.rope_and_write_kv},
     "paged_attention": {"plan_attention": _plan, "paged_attention": _attend},
     "short_conv": {"short_conv": _convolve},
     "delta_rule": {"delta_rule": _recur},
-    "route_experts": {"route_experts": experts.route_experts},
     "experts": {"pack_experts": partial(experts.pack_experts, pack_linear=_pack_linear)},
-    "penalize": {"penalize": penalties.penalize},
-    "add_bias": {"add_bias": penalties.add_bias},
-    "filter_logits": {"filter_logits": filters.filter_logits},
-    "add_noise": {"add_noise": gumbel.add_noise},
-    "noisy_argmax_keys": {"noisy_argmax_keys": gumbel.noisy_argmax_keys},
-    "argmax_keys": {"argmax_keys": sampling.argmax_keys},
-    "unpack_keys": {"unpack_keys": sampling.unpack_keys},
-    "settle_drafts": {"settle_drafts": draft_plan.settle_drafts},
 }
 """By the name a trace has for an op: the fields of `Ops` that its reference fills."""
 NEED_THE_HOST = frozenset({"paged_attention", "short_conv", "delta_rule", "experts"})

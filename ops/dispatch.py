@@ -17,22 +17,8 @@ from typing import Any
 import torch
 
 from unisono.ops import attention, delta, exactness, flash, linear
-from unisono.ops.by_reference import with_references
-from unisono.ops.reference import (
-    activation,
-    draft_plan,
-    embedding,
-    experts,
-    filters,
-    gumbel,
-    logprobs,
-    norm,
-    penalties,
-    reduce,
-    rope_kv,
-    sampling,
-    speculation,
-)
+from unisono.ops.by_reference import DEFINITIONS, with_references
+from unisono.ops.reference import experts, gumbel, logprobs, speculation
 from unisono.ops.table import Ops
 
 _overrides: ContextVar[dict[str, Any]] = ContextVar("op overrides", default={})  # noqa: B039
@@ -76,16 +62,9 @@ def _cpu_ops(head_dim: int) -> Ops:
     proofs: linear.Proofs = {}
     pack_linear = partial(linear.pack_linear, proofs=proofs)
     return Ops(
+        **DEFINITIONS,
         pack_linear=pack_linear,
         pack_head=partial(linear.pack_head, proofs=proofs),
-        rms_norm=norm.rms_norm,
-        add_rms_norm=norm.add_rms_norm,
-        gated_rms_norm=norm.gated_rms_norm,
-        silu_and_mul=activation.silu_and_mul,
-        sigmoid_and_mul=activation.sigmoid_and_mul,
-        rope_and_write_kv=rope_kv.rope_and_write_kv,
-        embed_shard=embedding.embed_shard,
-        reduce_rows=reduce.reduce_rows,
         plan_attention=attention.plan_attention,
         paged_attention=partial(
             attention.paged_attention, threads=exactness.attention_threads(head_dim)
@@ -93,18 +72,9 @@ def _cpu_ops(head_dim: int) -> Ops:
         plan_delta=partial(delta.plan_delta, device=torch.device("cpu")),
         short_conv=delta.short_conv,
         delta_rule=delta.delta_rule,
-        route_experts=experts.route_experts,
         pack_experts=partial(experts.pack_experts, pack_linear=pack_linear),
-        settle_drafts=draft_plan.settle_drafts,
         judge_drafts=speculation.judge_drafts,
         chance=gumbel.chance,
-        argmax_keys=sampling.argmax_keys,
-        unpack_keys=sampling.unpack_keys,
-        add_noise=gumbel.add_noise,
-        noisy_argmax_keys=gumbel.noisy_argmax_keys,
-        filter_logits=filters.filter_logits,
-        penalize=penalties.penalize,
-        add_bias=penalties.add_bias,
         token_logprobs=logprobs.token_logprobs,
     )
 

@@ -172,11 +172,7 @@ def judge_ranks(
             # What it chose must be what its own logits say, too.
             own = margin_to_best(mine, first.got)
             firsts[place] = replace(first, margin=max(_width(first), own))
-    near = closeness(pairs)
-    requests = _of_ranks(base, firsts)
-    return _within(
-        run.setting, ranks_name(base.setting), requests, near, bound, rank_tie(near, bound)
-    )
+    return _of_ranks(run, base, firsts, closeness(pairs), bound)
 
 
 def judge_drawn(
@@ -191,10 +187,7 @@ def judge_drawn(
         place: replace(first, margin=margins.get(place))
         for place, first in first_tokens(run, base).items()
     }
-    requests = _of_ranks(base, firsts)
-    return _within(
-        run.setting, ranks_name(base.setting), requests, near, bound, rank_tie(near, bound)
-    )
+    return _of_ranks(run, base, firsts, near, bound)
 
 
 def first_tokens(run: Run, base: Run) -> dict[int, Difference]:
@@ -294,9 +287,11 @@ def _within(
     )
 
 
-def _of_ranks(base: Run, firsts: Mapping[int, Difference]) -> list[Compared]:
-    """Each request up to its first other token: behind it everything may be another."""
-    return [
+def _of_ranks(
+    run: Run, base: Run, firsts: Mapping[int, Difference], near: Closeness, bound: float
+) -> Verdict:
+    """Of each request up to its first other token: behind it everything may be another."""
+    requests = [
         Compared(
             prompt=want.prompt,
             num_tokens=firsts[place].token + 1 if place in firsts else len(want.token_ids),
@@ -305,6 +300,8 @@ def _of_ranks(base: Run, firsts: Mapping[int, Difference]) -> list[Compared]:
         )
         for place, want in enumerate(base.answers)
     ]
+    against, tie = ranks_name(base.setting), rank_tie(near, bound)
+    return _within(run.setting, against, requests, near, bound, tie)
 
 
 def _differences(want: Answer, got: Answer, place: int) -> Iterator[Difference]:

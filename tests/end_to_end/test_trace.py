@@ -231,12 +231,19 @@ def test_the_library_writes_the_file_when_it_closes(model: str, tmp_path: Path) 
     with LLM(model, max_model_len=400, trace=str(file)) as llm:
         for _ in range(2):
             llm.generate("a prompt that is longer than one block of sixty-four tokens " * 3, params)
+        with llm.stream([5, 6], SamplingParams(max_tokens=200, ignore_eos=True)) as stream:
+            next(stream)
+            llm.sleep()
+            llm.wake()
         assert not file.exists()
     trace = read(file)
     check_form(trace)
-    assert moments(trace, "finish") == [
+    assert moments(trace, "finish")[:2] == [
         {"request": n, "tokens": 5, "reason": "length"} for n in (0, 1)
     ]
+    assert moments(trace, "order") == [{"what": "sleep"}, {"what": "wake"}]
+    assert [each["args"] for each in spans(trace, RUNTIME, "obey")] == moments(trace, "order")
+    assert moments(trace, "pre-empt") == [], "a pause takes nobody's place"
     [hit] = moments(trace, "prefix hit")
     assert hit["request"] == 1
     assert hit["tokens"] % 64 == 0
