@@ -28,13 +28,13 @@ from unisono.runtime.protocol import (
     Starting,
     Tokens,
 )
-from unisono.runtime.timed import order_name
 from unisono.workers.timeline import (
     MOST_EVENTS,
     Kind,
     Timeline,
     decode,
     make_ring,
+    name_of,
     now,
     ring_bytes,
 )
@@ -78,7 +78,7 @@ class TimedEngine(Engine):
         super().abort(request_id)
 
     def order(self, wanted: Order) -> None:
-        self.timeline.moment(Kind.ORDER, self.timeline.text(order_name(wanted)))
+        self.timeline.moment(Kind.ORDER, self.timeline.text(name_of(wanted)))
         super().order(wanted)
 
     def poll(self, timeout_s: float) -> list[Event]:

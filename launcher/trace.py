@@ -160,7 +160,7 @@ def where_references_part(
                 if off <= tolerance:
                     continue
             key = record.name, rank
-            size = off if off is not None and off == off else math.inf
+            size = math.inf if off is None or math.isnan(off) else off
             largest[key] = max(size, largest.get(key, 0.0))
             parting = Parting(
                 order=record.order,

@@ -14,7 +14,7 @@ from unisono.runtime.request import Request
 from unisono.runtime.scheduler import NewToken, Scheduler
 from unisono.runtime.worker_group import WorkerGroup
 from unisono.workers.protocol import StepPlan, StepResult
-from unisono.workers.timeline import Kind, Timeline, now, open_ring
+from unisono.workers.timeline import Kind, Timeline, name_of, now, open_ring
 
 RUNTIME = "runtime"
 """The name of its ring."""
@@ -26,11 +26,6 @@ class Parts(NamedTuple):
     engine: Callable[..., Engine] = Engine
     workers: Callable[..., WorkerGroup] = WorkerGroup
     scheduler: Callable[..., Scheduler] = Scheduler
-
-
-def order_name(order: Order) -> str:
-    """What an order is called in a timeline: "sleep", "wake" or "reload"."""
-    return type(order).__name__.lower()
 
 
 def parts_for(orders: RuntimeOrders) -> Parts:
@@ -60,7 +55,7 @@ class TimedEngine(Engine):
     def _obey(self, client: str, order: Order) -> None:
         began = now()
         super()._obey(client, order)
-        self._timeline.span(Kind.OBEY, began, self._timeline.text(order_name(order)))
+        self._timeline.span(Kind.OBEY, began, self._timeline.text(name_of(order)))
 
     def _submit(self, client: str, message: Submit) -> None:
         began = now()

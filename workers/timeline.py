@@ -92,6 +92,11 @@ class Kind(IntEnum):
 _KINDS = tuple(Kind)
 
 
+def name_of(message: object) -> str:
+    """What an order is called in a timeline: "sleep", "wake" or "reload"."""
+    return type(message).__name__.lower()
+
+
 class Noted(NamedTuple):
     """One event. `begin` and `end`: nanoseconds of the host's clock, equal of a moment."""
 

@@ -37,8 +37,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every promise was put to the test and holds."""
-        return self.is_complete and all(verdict.ok for verdict in self.verdicts)
+        """Whether every promise was put to the test and holds, and there was one."""
+        is_tested = any(verdict.is_promise for verdict in self.verdicts)
+        return self.is_complete and is_tested and all(verdict.ok for verdict in self.verdicts)
 
 
 def table_text(verdicts: Sequence[Verdict]) -> str:

@@ -122,6 +122,7 @@ def test_the_last_line_counts_promises_and_says_what_is_lacking() -> None:
     assert closing_line(early).startswith("interrupted: 1 of 1 promises hold, of 14 to be tested:")
     assert not early.ok
     assert report(EQUAL).ok
+    assert not report(replace(EQUAL, is_promise=False)).ok, "nothing was compared"
 
 
 def test_a_fingerprint_is_over_tokens_and_logits_and_how_they_came() -> None:
